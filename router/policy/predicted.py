@@ -1,0 +1,85 @@
+"""Blocks a rank will hold soon: prompts routed there whose events have not come yet (public case 53).
+
+Short-lived and bounded. Confirmed blocks live in the index; this only bridges the time between a placement and the
+BlockStored that follows its prefill, so that siblings of a burst meet on one rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+MAX_PREDICTED_BLOCKS = 500_000
+
+
+class Prediction:
+    """One placed prompt's blocks on one slot."""
+
+    __slots__ = ("alive", "expires_s", "keys", "slot")
+
+    def __init__(self, slot: int, keys: Sequence[int], expires_s: float) -> None:
+        self.slot = slot
+        self.keys = keys
+        self.expires_s = expires_s
+        self.alive = True
+
+
+class PredictedBlocks:
+    """Counts of predicted blocks per slot, with a time to live."""
+
+    def __init__(self, ttl_s: float, max_blocks: int = MAX_PREDICTED_BLOCKS) -> None:
+        self.ttl_s = ttl_s
+        self._max_blocks = max_blocks
+        self._slots: dict[int, dict[int, int]] = {}
+        self._queue: deque[Prediction] = deque()
+        self._blocks = 0
+
+    def add(self, slot: int, keys: Sequence[int], now_s: float) -> Prediction | None:
+        """Predicts `keys` on `slot`; None when prediction is off or there is nothing to predict."""
+        if self.ttl_s <= 0 or not keys or len(keys) > self._max_blocks:
+            return None
+        self.expire(now_s)
+        while self._blocks + len(keys) > self._max_blocks and self._queue:
+            self.drop(self._queue.popleft())
+        counts = self._slots.setdefault(slot, {})
+        for key in keys:
+            counts[key] = counts.get(key, 0) + 1
+        prediction = Prediction(slot, keys, now_s + self.ttl_s)
+        self._queue.append(prediction)
+        self._blocks += len(keys)
+        return prediction
+
+    def drop(self, prediction: Prediction) -> None:
+        """The request failed or the time is over: its blocks are no longer expected."""
+        if not prediction.alive:
+            return
+        prediction.alive = False
+        self._blocks -= len(prediction.keys)
+        counts = self._slots.get(prediction.slot)
+        if counts is None:
+            return
+        for key in prediction.keys:
+            left = counts.get(key, 0) - 1
+            if left > 0:
+                counts[key] = left
+            else:
+                counts.pop(key, None)
+        if not counts:
+            del self._slots[prediction.slot]
+
+    def expire(self, now_s: float) -> None:
+        while self._queue and (self._queue[0].expires_s <= now_s or not self._queue[0].alive):
+            self.drop(self._queue.popleft())
+
+    def depth(self, slot: int, keys: Sequence[int], confirmed_blocks: int, limit_blocks: int) -> int:
+        """Blocks of the prefix on `slot` when predictions extend the `confirmed_blocks` from events."""
+        counts = self._slots.get(slot)
+        if counts is None:
+            return confirmed_blocks
+        depth = confirmed_blocks
+        while depth < limit_blocks and keys[depth] in counts:
+            depth += 1
+        return depth
+
+    def __len__(self) -> int:
+        return self._blocks

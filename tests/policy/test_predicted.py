@@ -1,0 +1,56 @@
+"""Predicted blocks: short-lived, bounded, dropped on failure (case 53)."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.policy.predicted import PredictedBlocks
+
+
+def test_a_prediction_extends_the_confirmed_prefix_until_its_time_is_over() -> None:
+    predicted = PredictedBlocks(ttl_s=10.0)
+    predicted.add(3, [11, 12, 13], now_s=0.0)
+    assert predicted.depth(3, [11, 12, 13, 14], 0, 4) == 3
+    assert predicted.depth(3, [11, 12, 13, 14], 0, 2) == 2
+    assert predicted.depth(4, [11, 12], 0, 2) == 0
+    predicted.expire(10.0)
+    assert predicted.depth(3, [11, 12, 13], 0, 3) == 0
+    assert len(predicted) == 0
+
+
+def test_a_failed_requests_blocks_are_dropped_at_once_but_not_its_siblings() -> None:
+    predicted = PredictedBlocks(ttl_s=10.0)
+    first, second = predicted.add(0, [1, 2], 0.0), predicted.add(0, [1, 3], 0.0)
+    assert first is not None
+    assert second is not None
+    predicted.drop(first)
+    assert predicted.depth(0, [1, 2], 0, 2) == 1
+    predicted.drop(first)
+    assert predicted.depth(0, [1, 3], 0, 2) == 2
+
+
+def test_the_oldest_prediction_goes_when_the_bound_is_reached() -> None:
+    predicted = PredictedBlocks(ttl_s=10.0, max_blocks=4)
+    predicted.add(0, [1, 2, 3], 0.0)
+    predicted.add(0, [7, 8], 0.0)
+    assert predicted.depth(0, [1], 0, 1) == 0
+    assert predicted.depth(0, [7, 8], 0, 2) == 2
+    assert len(predicted) == 2
+
+
+def test_zero_ttl_predicts_nothing() -> None:
+    assert PredictedBlocks(ttl_s=0.0).add(0, [1], 0.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 5), max_size=4), st.booleans()), max_size=60))
+def test_nothing_is_left_once_everything_expired(steps: list[tuple[int, list[int], bool]]) -> None:
+    predicted = PredictedBlocks(ttl_s=1.0, max_blocks=16)
+    for now, (slot, keys, drop) in enumerate(steps):
+        made = predicted.add(slot, keys, now_s=now / 10)
+        if made is not None and drop:
+            predicted.drop(made)
+        assert len(predicted) <= 16
+    predicted.expire(1e9)
+    assert len(predicted) == 0
+    assert not predicted._slots
