@@ -1,0 +1,108 @@
+"""The command line. Each command's module is imported only when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from router import __version__
+from router.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code (2 for what the person who typed it can mend)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ConfigError as error:
+        print(f"kv-router: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kv-router", description="KV-cache-aware request router for SGLang and vLLM")
+    parser.add_argument("--version", action="version", version=f"kv-router {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _serve(commands)
+    _demo(commands)
+    _engine(commands)
+    _bench(commands)
+    return parser
+
+
+def _serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("serve", help="run the router in front of a fleet")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; config.example.yaml explains every key")
+    parser.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine; may be repeated")
+    parser.add_argument("--host", help="public listener's address (listen.host)")
+    parser.add_argument("--port", type=int, help="public listener's port (listen.port)")
+    parser.add_argument("--admin-port", type=int, help="admin listener's port (admin.port)")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.service import serve
+
+        return serve(
+            arguments.config,
+            workers=arguments.worker,
+            host=arguments.host,
+            port=arguments.port,
+            admin_port=arguments.admin_port,
+        )
+
+    parser.set_defaults(run=run)
+
+
+def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("demo", help="KV-aware routing against round-robin on simulated engines, no GPU")
+    parser.add_argument("--duration", type=float, default=15.0, metavar="S", help="seconds of load for each policy")
+    parser.add_argument("--engines", type=int, default=4, metavar="N")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload's schedule")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.demo.run import demo
+
+        return demo(
+            duration_s=arguments.duration, engines=arguments.engines, seed=arguments.seed, json_path=arguments.json
+        )
+
+    parser.set_defaults(run=run)
+
+
+def _engine(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from router.engine.options import add_engine_arguments
+
+    parser = commands.add_parser("engine", help="one simulated SGLang engine: real HTTP, real KV events, no model")
+    add_engine_arguments(parser)
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.engine.options import options_from
+        from router.engine.run import run_engine
+
+        return run_engine(options_from(arguments))
+
+    parser.set_defaults(run=run)
+
+
+def _bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure the router's own parts")
+    parts = parser.add_subparsers(required=True, metavar="PART")
+    index = parts.add_parser("index", help="event ingest, prefix lookup, memory per block")
+    index.add_argument("--blocks", type=int, default=1_000_000, metavar="N")
+    index.add_argument("--ranks", type=int, default=64, metavar="N")
+    index.add_argument("--json", type=Path, metavar="FILE")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.bench.index import main as bench_index
+
+        return bench_index(blocks=arguments.blocks, ranks=arguments.ranks, json_path=arguments.json)
+
+    index.set_defaults(run=run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""`kv-router demo`: the same seeded multi-turn load, once KV-aware and once round-robin, on simulated engines.
+
+Everything is real but the model: engine processes with ZMQ event streams, the router as its own process with its own
+configuration, chat over HTTP with server-sent events, the tokenizer and template that ship with the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from router.demo.client import run_phase
+from router.demo.processes import DemoFailure, Fleet
+from router.demo.stats import PhaseStats, findings
+from router.demo.table import progress_table, result_table
+from router.demo.workload import make_workload
+
+POLICIES = ("kv", "round_robin")
+
+
+def demo(*, duration_s: float, engines: int, seed: int, json_path: Path | None) -> int:
+    """Returns 0 when every finding holds, 1 when one does not, 2 when the demo could not run."""
+    if engines < 2:
+        print("kv-router demo: --engines must be at least 2, or there is nothing to choose", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(_demo(duration_s, engines, seed, json_path))
+    except DemoFailure as failure:
+        print(f"kv-router demo: {failure}", file=sys.stderr)
+        return 2
+
+
+async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | None) -> int:
+    console = Console()
+    lanes = make_workload(engines, duration_s, seed)
+    console.print(
+        f"{engines} simulated engines, {len(lanes)} users in multi-turn chats under shared system prompts, "
+        f"{duration_s:g} s a policy, seed {seed}. No GPU, no download."
+    )
+    phases = {policy: PhaseStats(policy) for policy in POLICIES}
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        for policy, stats in phases.items():
+            async with Fleet(engines, policy) as fleet:
+                started = time.monotonic()
+
+                def show(stats: PhaseStats = stats, fleet: Fleet = fleet, started: float = started) -> None:
+                    live.update(progress_table(phases.values(), stats, time.monotonic() - started, duration_s, fleet))
+
+                await run_phase(fleet, lanes, duration_s, stats, show)
+                stats.predicted_cached_tokens = await fleet.counter("kv_router_predicted_cached_tokens_total")
+    kv, round_robin = phases["kv"], phases["round_robin"]
+    console.print(result_table(kv, round_robin))
+    checks = findings(kv, round_robin)
+    for text, holds in checks:
+        console.print(f"[{'green' if holds else 'red'}]{'✓' if holds else '✗'}[/] {text}")
+    for stats in phases.values():
+        if stats.first_error:
+            console.print(f"[red]first error under {stats.policy}:[/] {stats.first_error}")
+    if json_path is not None:
+        document = {
+            "engines": engines,
+            "duration_s": duration_s,
+            "seed": seed,
+            "kv": kv.as_json(),
+            "round_robin": round_robin.as_json(),
+        }
+        await asyncio.to_thread(json_path.write_text, json.dumps(document, indent=2) + "\n")
+    return 0 if all(holds for _, holds in checks) else 1

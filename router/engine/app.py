@@ -1,0 +1,257 @@
+"""The HTTP face of one simulated engine, with SGLang 0.5.23's routes and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from router.engine.answer import Answer
+from router.engine.body import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    BadRequest,
+    json_object,
+    read_call,
+    read_tokenize,
+)
+from router.engine.options import EngineOptions
+from router.engine.publisher import EventPublisher, LoadPublisher, bind_range, port_of
+from router.engine.radix import RadixCache
+from router.engine.rank import Rank
+from router.engine.scheduler import Scheduler
+from router.engine.server_info import BoundPorts, server_info, startup_times
+from router.engine.shapes import error_body
+from router.engine.text import TextCodec
+from router.engine.wire import PageHasher
+
+_MAX_BODY_BYTES = 64 << 20
+_PUB_BACKLOG = 100_000
+_FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. "
+    "(When there are running or waiting requests, the operation will not be performed.)\n"
+)
+
+
+class SimulatedEngine:
+    """One engine: `start`, then serve at `url` until `stop`. Several may share a loop, a ZMQ context and a codec.
+
+    >>> engine = SimulatedEngine(EngineOptions(port=0))
+    >>> await engine.start()
+    >>> engine.url
+    'http://127.0.0.1:41231'
+    >>> await engine.stop()
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        *,
+        codec: TextCodec | None = None,
+        context: zmq.asyncio.Context | None = None,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.options = options
+        self.ranks: list[Rank] = []
+        self.ports = BoundPorts(None, None, None)
+        self.url = ""
+        self.draining = False
+        self._given_codec = codec
+        self._own_context = context is None
+        self._context = context if context is not None else zmq.asyncio.Context()
+        self._clock_s = clock_s
+        self._startup = startup_times()
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._runner: web.AppRunner | None = None
+        self._answers: set[Answer] = set()
+        self._next_rank = 0
+
+    async def start(self) -> None:
+        """Bind everything and serve. OSError when a port is taken; nothing stays open then."""
+        try:
+            codec = self._given_codec
+            self._codec = codec if codec is not None else await asyncio.to_thread(TextCodec, self.options.model_path)
+            self._open_ranks()
+            for rank in self.ranks:
+                rank.start()
+            # A client that goes away cancels its handler, which aborts the request.
+            runner = web.AppRunner(
+                self._application(), access_log=None, handler_cancellation=True, shutdown_timeout=0.2
+            )
+            self._runner = runner
+            await runner.setup()
+            await web.TCPSite(runner, self.options.host, self.options.port).start()
+        except BaseException:
+            await self.stop()
+            raise
+        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        self.url = f"http://{host}:{runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Close everything at once; running requests are cut off."""
+        for rank in self.ranks:
+            await rank.stop()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for socket in self._sockets:
+            socket.close(linger=0)
+        if self._own_context:
+            self._context.term()
+
+    async def drain(self) -> None:
+        """As SGLang after SIGTERM: /health answers 503 from now on; returns when the running requests are done."""
+        self.draining = True
+        while self._answers:
+            await asyncio.gather(*(answer.closed.wait() for answer in self._answers))
+
+    def _open_ranks(self) -> None:
+        options, count = self.options, self.options.dp_size
+        kv = self._bind(zmq.PUB, options.kv_port, _PUB_BACKLOG)
+        replay = self._bind(zmq.ROUTER, options.replay_port if kv else None, options.buffer_batches + 1)
+        load = self._bind(zmq.PUB, options.load_port, _PUB_BACKLOG)
+        self.ports = BoundPorts(*(port_of(sockets[0]) if sockets else None for sockets in (kv, replay, load)))
+        hasher = PageHasher(options.block_tokens, bigram=options.eagle, format=options.format)
+        for rank in range(count):
+            cache = RadixCache(options.tokens // options.block_tokens)
+            events: EventPublisher | None = None
+            if kv:
+                events = EventPublisher(
+                    kv[rank],
+                    replay[rank] if replay else None,
+                    topic=options.topic,
+                    buffer_batches=options.buffer_batches,
+                )
+            reports = LoadPublisher(load[rank], rank, time_scale=options.time_scale) if load else None
+            scheduler = Scheduler(cache, hasher, options.timing)
+            scale = options.time_scale
+            self.ranks.append(Rank(rank, scheduler, hasher, events, reports, time_scale=scale, clock_s=self._clock_s))
+
+    def _bind(self, kind: int, base: int | None, backlog: int) -> list[zmq.asyncio.Socket]:
+        if base is None:
+            return []
+        host = "*" if self.options.host in ("0.0.0.0", "::") else self.options.host
+        sockets = bind_range(self._context, kind, host, base, self.options.dp_size, send_limit=backlog)
+        self._sockets += sockets
+        return sockets
+
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_detail_errors])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/get_server_info", self._server_info)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/tokenize", self._tokenize)
+        app.router.add_post("/flush_cache", self._flush)
+        app.router.add_post("/abort_request", self._abort)
+        for path in (CHAT, COMPLETIONS, GENERATE):
+            app.router.add_post(path, self._generate)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if self.draining:
+            return web.Response(status=503)
+        if self.options.health_delay_s:
+            await asyncio.sleep(self.options.health_delay_s)
+        return web.Response()
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return _json(server_info(self.options, self.ports, self._startup))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        name = self.options.model
+        model = {
+            "id": name,
+            "object": "model",
+            "created": int(self._clock_s()),
+            "owned_by": "sglang",
+            "root": name,
+            "parent": None,
+            "max_model_len": self.options.context_length,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        try:
+            prompts, batched = read_tokenize(await request.read(), self._codec)
+        except BadRequest as error:
+            return _refusal(request.path, error)
+        tokens = [list(memoryview(ids).cast("I")) for ids in prompts]
+        counts = [len(ids) for ids in tokens]
+        return _json(
+            {
+                "tokens": tokens if batched else tokens[0],
+                "count": counts if batched else counts[0],
+                "max_model_len": self.options.context_length,
+            }
+        )
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if not all(rank.idle for rank in self.ranks):
+            return web.Response(status=400, text="Flush cache failed.\n")
+        for rank in self.ranks:
+            rank.flush()
+        return web.Response(text=_FLUSHED)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """`rid` matches by prefix, as SGLang's does; an empty one only with abort_all."""
+        try:
+            body = json_object(await request.read())
+        except BadRequest as error:
+            return _refusal(request.path, error)
+        rid = body.get("rid")
+        everything = body.get("abort_all") is True
+        for answer in list(self._answers):
+            answer.abort(None if everything else rid if isinstance(rid, str) and rid else "\0")
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        try:
+            call = read_call(request.path, raw, request.headers, self.options, self._codec)
+            answer = Answer(call, self._codec, self._pick(call.rank, len(call.sequences)), self.options, self._clock_s)
+            answer.submit()
+        except BadRequest as error:
+            return _refusal(request.path, error)
+        self._answers.add(answer)
+        try:
+            return await (answer.stream(request) if call.stream else answer.whole())
+        finally:
+            answer.close()
+            self._answers.discard(answer)
+
+    def _pick(self, pinned: int | None, count: int) -> list[Rank]:
+        """The rank of each sequence: the pinned one, else all in turn."""
+        if pinned is not None:
+            return [self.ranks[pinned]] * count
+        start, self._next_rank = self._next_rank, (self._next_rank + count) % len(self.ranks)
+        return [self.ranks[(start + i) % len(self.ranks)] for i in range(count)]
+
+
+@web.middleware
+async def _detail_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """404 and 405 as FastAPI words them."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return _json({"detail": error.reason}, status=error.status, headers=headers)
+
+
+def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def _refusal(path: str, error: BadRequest) -> web.Response:
+    if error.type == "plain":
+        return web.Response(status=error.status, text=str(error))
+    return _json(error_body(path, error.status, str(error), error.type), status=error.status)

@@ -1,0 +1,140 @@
+"""What runs behind a worker's URL now: made from /server_info, replaced whole when that shows another process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from router.contract.descriptor import Descriptor, RankEndpoints, parse_descriptor
+from router.contract.server_info import ServerInfo
+from router.errors import ContractError
+from router.fleet.observer import FleetObserver
+from router.fleet.rank import Rank
+from router.fleet.worker import Worker
+from router.index.prefix import PrefixIndex
+from router.index.scheme import WorkerScheme
+from router.stream.loadstream import LoadStream
+from router.stream.subscriber import RankStream
+
+log = logging.getLogger("router.fleet")
+
+
+class Incarnations:
+    """Begins and ends them. A new one owns nothing of the old: slots, ledgers, streams, load and scheme are new
+    objects, and the old ranks ignore whatever is still on its way to them (design section 3)."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        observer: FleetObserver,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        """`spawn` runs the closing of streams to its end."""
+        self._index = index
+        self._context = context
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._observer = observer
+        self._spawn = spawn
+
+    def adopt(self, worker: Worker, info: ServerInfo) -> bool:
+        """Takes a /server_info answer. True when it shows another process, or the first: an incarnation then began."""
+        try:
+            descriptor: Descriptor | None = parse_descriptor(info.kv_events, worker.url, worker.settings.kv_events)
+            problem = ""
+        except ContractError as error:
+            descriptor, problem = None, str(error)
+        change = _change(worker, info, descriptor)
+        worker.take_info(info)
+        if change is None:
+            return False
+        before = worker.ranks
+        self.end(worker)
+        worker.incarnation += 1
+        worker.descriptor = descriptor
+        worker.health.reborn()
+        log.info("%s: incarnation %d (%s)", worker.url, worker.incarnation, change)
+        if descriptor is None:
+            log.warning("%s: routed by load only: %s", worker.url, problem)
+        self._begin(worker, info, descriptor, problem)
+        self._carry_over(worker, before)
+        return True
+
+    def end(self, worker: Worker) -> None:
+        """Forgets everything of the present incarnation at once; its sockets close in the background."""
+        for rank in worker.ranks:
+            for stream in rank.retire():
+                self._spawn(stream.close())
+        worker.forget()
+
+    def _begin(self, worker: Worker, info: ServerInfo, descriptor: Descriptor | None, problem: str) -> None:
+        if descriptor is None:
+            endpoints: tuple[RankEndpoints, ...] = (RankEndpoints(0, None, None, None, problem),)
+        else:
+            endpoints = descriptor.ranks
+            worker.scheme = WorkerScheme(descriptor.block_size, info.engine, info.bigram)
+            for note in descriptor.notes:
+                log.warning("%s: %s", worker.url, note)
+        worker.ranks = tuple(self._rank(worker, at, several=len(endpoints) > 1) for at in endpoints)
+        for rank, at in zip(worker.ranks, endpoints, strict=True):
+            self._listen(rank, at, descriptor)
+
+    def _carry_over(self, worker: Worker, before: tuple[Rank, ...]) -> None:
+        for old in before:
+            if old.number < len(worker.ranks):
+                # Restarts are counted over the life of the worker: within one incarnation there would hardly be any.
+                worker.ranks[old.number].restarts += old.restarts
+            else:
+                self._observer.rank_removed(worker.url.text, old.number)
+
+    def _rank(self, worker: Worker, at: RankEndpoints, *, several: bool) -> Rank:
+        return Rank(
+            worker,
+            at.rank,
+            pin=at.rank if several else None,
+            off=None if at.events is not None else at.problem,
+            index=self._index,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            observer=self._observer,
+        )
+
+    def _listen(self, rank: Rank, at: RankEndpoints, descriptor: Descriptor | None) -> None:
+        if descriptor is None:
+            return
+        if at.events is not None:
+            rank.streams.append(RankStream(self._context, at, descriptor.topic, rank, clock=self._clock))
+        if at.load is not None:
+            rank.streams.append(LoadStream(self._context, at.load, descriptor.load_topic, rank))
+        for stream in rank.streams:
+            stream.start()
+
+
+def _change(worker: Worker, info: ServerInfo, descriptor: Descriptor | None) -> str | None:
+    """Why this answer comes from another process than the last one; None when it need not."""
+    old = worker.info
+    if old is None:
+        return "first description"
+    if info.startup_fingerprint != old.startup_fingerprint:
+        return "startup_time changed: the engine restarted"
+    if descriptor != worker.descriptor:
+        return "the KV event descriptor changed"
+    if _model(info) != _model(old):
+        return "the model changed"
+    # vLLM gives no startup_time. Health was lost; only a stream that went on since then shows the same process.
+    if not info.startup_fingerprint and worker.stale and not worker.heard_since_loss():
+        return "health was lost, and nothing shows that this is still the same process"
+    return None
+
+
+def _model(info: ServerInfo) -> tuple[object, ...]:
+    """vLLM's served names change when an adapter is loaded: that is no other process."""
+    names = info.model_names if info.engine != "vllm" else ()
+    return info.engine, info.version, info.model_path, names, info.role, info.dp_size, info.bigram

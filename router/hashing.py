@@ -1,0 +1,138 @@
+"""Token ids → block keys, the way a worker's index is keyed. Pure.
+
+Token ids are `bytes` inside the router: u32 little-endian, four bytes a token. A block key is an int in the signed
+64-bit domain. Two chains exist: SGLang's own (SHA-256, so that the hashes in its events are the keys) and, for
+engines whose hash cannot be recomputed, a chain of our own over the token ids of their events (xxh3).
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+from xxhash import xxh3_64_digest
+
+TokenIds = bytes
+HashKind = Literal["sglang-sha256", "xxh3"]
+
+_SALT_PREFIX = b"sglang-cache-salt-v1\0"
+_ROOT_PREFIX = b"kv-router root\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one worker's blocks are keyed. `width`: tokens (pairs, if `bigram`) a block."""
+
+    kind: HashKind
+    width: int
+    bigram: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What keeps equal token ids in separate caches."""
+
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    extra_key: str | None = None
+
+
+NO_NAMESPACE = Namespace()
+
+
+def pack_ids(ids: Sequence[int]) -> TokenIds:
+    """Ints → TokenIds. Raises ValueError for anything outside 0..2^32-1 or not an integer (case 48)."""
+    try:
+        packed = array("I", ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"a token id is an integer from 0 to 2^32-1: {error}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def token_count(ids: TokenIds) -> int:
+    return len(ids) // 4
+
+
+def creditable_blocks(scheme: Scheme, prompt_tokens: int) -> int:
+    """Blocks an engine can reuse of a prompt: it always recomputes the last token (for pairs, the last two: the cap of
+    the contract's section 2), so a prompt of exactly one block earns none (case 47)."""
+    return max(0, (prompt_tokens - (2 if scheme.bigram else 1)) // scheme.width)
+
+
+def prompt_keys(scheme: Scheme, ids: TokenIds, namespace: Namespace = NO_NAMESPACE) -> list[int] | None:
+    """Keys of every full block of a prompt, first to last. None: this namespace cannot be reproduced under this scheme,
+    so the prompt earns no credit there (cases 40, 41)."""
+    units = bigrams(ids) if scheme.bigram else ids
+    if scheme.kind == "xxh3":
+        return xxh3_chain(xxh3_root(namespace), units, block_bytes(scheme))
+    if namespace.lora_name is not None or namespace.extra_key is not None:
+        # Adapters seed the hash by a rule the contract does not give; extra_key is not in the default format's hash at
+        # all, so nothing in the stream tells these blocks from the base model's.
+        return None
+    return sglang_chain(units, block_bytes(scheme), namespace.cache_salt)
+
+
+def block_bytes(scheme: Scheme) -> int:
+    return scheme.width * (8 if scheme.bigram else 4)
+
+
+def bigrams(ids: TokenIds) -> TokenIds:
+    """t0,t1,t2 → the pairs t0,t1, t1,t2 (the unit EAGLE-family engines page and hash)."""
+    tokens = array("I", ids)
+    if len(tokens) < 2:
+        return b""
+    pairs = array("I", bytes(8 * (len(tokens) - 1)))
+    pairs[0::2] = tokens[:-1]
+    pairs[1::2] = tokens[1:]
+    return pairs.tobytes()
+
+
+def sglang_chain(units: bytes, block_bytes: int, cache_salt: str | None = None) -> list[int]:
+    """SGLang's page hashes from the root (releases 0.5.10 and later): digest = sha256(previous digest ‖ block), the
+    first one without a predecessor or with the salt's digest; the key is its first 8 bytes, big-endian, signed. The
+    chain runs over full digests: the published ints do not suffice to continue it (case 45)."""
+    blocks = len(units) // block_bytes
+    view = memoryview(units)
+    digest = b"" if cache_salt is None else sha256(_SALT_PREFIX + cache_salt.encode("utf-8", "surrogatepass")).digest()
+    digests = []
+    for start in range(0, blocks * block_bytes, block_bytes):
+        digest = sha256(digest + view[start : start + block_bytes]).digest()
+        digests.append(digest)
+    return _keys(digests, 4)
+
+
+def xxh3_root(namespace: Namespace = NO_NAMESPACE) -> int:
+    """The key our own chain starts from: one for every namespace. Field lengths are hashed too, so that no two
+    namespaces spell the same bytes."""
+    parts = [_ROOT_PREFIX]
+    for field in (namespace.cache_salt, namespace.lora_name, namespace.extra_key):
+        text = b"" if field is None else field.encode("utf-8", "surrogatepass")
+        parts.append(struct.pack("<q", -1 if field is None else len(text)) + text)
+    return int.from_bytes(xxh3_64_digest(b"".join(parts)), "big", signed=True)
+
+
+def xxh3_chain(parent: int, units: bytes, block_bytes: int) -> list[int]:
+    """Our own keys of the full blocks in `units`, whose first block follows the block keyed `parent`."""
+    blocks = len(units) // block_bytes
+    view = memoryview(units)
+    digest = parent.to_bytes(8, "big", signed=True)
+    digests = []
+    for start in range(0, blocks * block_bytes, block_bytes):
+        digest = xxh3_64_digest(digest + view[start : start + block_bytes])
+        digests.append(digest)
+    return _keys(digests, 1)
+
+
+def _keys(digests: list[bytes], words: int) -> list[int]:
+    """The first big-endian signed 64-bit word of each digest of `words` words."""
+    keys = array("q", b"".join(digests))
+    if sys.byteorder == "little":
+        keys.byteswap()
+    return keys[::words].tolist()

@@ -1,0 +1,383 @@
+"""What one (worker, rank) holds: its event batches, folded into the index. Pure.
+
+Apply each batch once and in order (the stream's business); residency counts are right only then. Which block an event
+means depends on the worker's scheme: either the engine's hash is the key, or our own chain is (see `scheme`, `names`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.contract.events import (
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Tier,
+    WireError,
+    decode_token_ids,
+    tier_of,
+    token_units,
+)
+from router.hashing import sglang_chain, xxh3_chain, xxh3_root
+from router.index.names import Names, foreign_root, is_root, namespace_of
+from router.index.prefix import PrefixIndex
+from router.index.scheme import Finding, WorkerScheme
+
+__all__ = ["Finding", "LedgerCounters", "RankLedger", "WorkerScheme"]
+
+_KEPT_BYTES = 2 * 1024 * 1024  # of events, per rank, while width or hash kind is open
+_FIRST_CHECKS = 4  # root stores recomputed after every clear, then one in _CHECK_EVERY
+_CHECK_EVERY = 64
+# Adapter blocks are kept under the engine's hash with these bits flipped: their hash may be the base model's.
+_ADAPTER_BITS = 0x5BD1E9955BD1E995
+# vLLM's hybrid models publish further groups (sliding window, mamba) beside the one that decides a prefix.
+_PREFIX_GROUPS = (None, "full_attention", "mla_attention")
+
+
+@dataclass(slots=True)
+class LedgerCounters:
+    """Totals since the ledger was made. Events: stored, removed, cleared, skipped (unreadable ones). The rest says what
+    became of stores: `odd_widths`, `unknown_media`, `other_groups` were ignored; `orphans` (parent not resident here)
+    and `foreign` (other namespaces) are kept without credit; `refused_blocks` met a cap. `doubtful` batches may have
+    lost a removal, `switches` folded the rank again under another hash kind."""
+
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    skipped: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    orphans: int = 0
+    odd_widths: int = 0
+    unknown_media: int = 0
+    other_groups: int = 0
+    foreign: int = 0
+    refused_blocks: int = 0
+    doubtful: int = 0
+    switches: int = 0
+
+
+class _Kept:
+    """Events to be applied later or again, in bounded memory. They are detached from the message they came in."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._bytes = 0
+
+    def add(self, event: Event) -> bool:
+        """False: no room, and everything kept was dropped, since a part would say something else."""
+        self._bytes += 200
+        if isinstance(event, BlockStored | BlockRemoved):
+            self._bytes += 48 * len(event.block_hashes)
+        if isinstance(event, BlockStored):
+            event.token_ids = event.token_ids.copy()
+            self._bytes += len(event.token_ids)
+            if event.extra_keys is not None:
+                event.extra_keys = event.extra_keys.copy()
+                self._bytes += len(event.extra_keys)
+        if self._bytes > _KEPT_BYTES:
+            self.events = []
+            return False
+        self.events.append(event)
+        return True
+
+    def take(self) -> list[Event]:
+        events, self.events, self._bytes = self.events, [], 0
+        return events
+
+
+class RankLedger:
+    """One rank's residency in `index` under `slot`. `degraded`: a removal may have been missed since the last clear, or
+    blocks could not be carried over to another hash kind, so that the index may not show this rank exactly."""
+
+    def __init__(self, index: PrefixIndex, slot: int, worker: WorkerScheme) -> None:
+        self.counters = LedgerCounters()
+        self.degraded = False
+        self._index = index
+        self._slot = slot
+        self._worker = worker
+        self._names = Names()
+        self._held = _Kept()  # while the width is open: from the first store of another width on
+        self._journal: _Kept | None = None if worker.proven else _Kept()
+        self._roots_seen = 0  # since the last clear
+        self._any_stored = False  # since the last clear
+        self._has_adapters = False  # since the last clear
+        self._other_groups: set[int] = set()
+        worker.join(self)
+
+    def apply(self, batch: EventBatch) -> None:
+        """Fold one batch, in the order of its events."""
+        counters = self.counters
+        if batch.skipped:
+            counters.skipped += batch.skipped
+            if batch.doubtful:
+                counters.doubtful += 1
+                self.degraded = True
+        for event in batch.events:
+            if type(event) is BlockStored:
+                counters.stored += 1
+                if self._is_prefix_store(event):
+                    if self._worker.is_width_settled:
+                        self._store(event)
+                    else:
+                        self._weigh(event)
+            elif type(event) is BlockRemoved:
+                counters.removed += 1
+                counters.removed_blocks += len(event.block_hashes)
+                if event.group_idx in self._other_groups:
+                    continue
+                if self._held.events:
+                    self._hold(event)
+                else:
+                    self._remove(event)
+            else:
+                counters.cleared += 1
+                self._clear()
+
+    def reset(self) -> None:
+        """Whatever the rank held is void (restart, unfillable gap). Not an event: the counters stay."""
+        self._clear()
+
+    def close(self) -> None:
+        """The rank is gone. The slot stays open; it is the opener's to close."""
+        self._clear()
+        self._worker.leave(self)
+
+    # What the worker's scheme calls when it decides something.
+
+    def width_settled(self) -> None:
+        for event in self._held.take():
+            self._fold(event)
+
+    def kind_changed(self) -> None:
+        self.counters.switches += 1
+        journal = self._journal
+        events = journal.take() if journal is not None else []
+        self.degraded = self.degraded or (journal is None and self._any_stored)
+        self._forget_blocks()
+        for event in events:
+            self._fold(event, checked=True)
+
+    def kind_proven(self) -> None:
+        self._journal = None
+
+    # Width.
+
+    def _weigh(self, event: BlockStored) -> None:
+        """A store while the width is open (settled rule 7)."""
+        worker = self._worker
+        width = event.block_size
+        if not 1 <= width <= 65_536 or token_units(event.token_ids)[0] != width * len(event.block_hashes):
+            self.counters.odd_widths += 1
+            return
+        if width != worker.advertised_width:
+            self._hold(event)
+            worker.saw_width(width)
+            return
+        worker.saw_width(width)
+        self._store(event)
+
+    def _hold(self, event: Event) -> None:
+        if not self._held.add(event):
+            self.degraded = True
+
+    # Applying.
+
+    def _fold(self, event: Event, *, checked: bool = False) -> None:
+        if isinstance(event, BlockStored):
+            self._store(event, checked=checked)
+        elif isinstance(event, BlockRemoved):
+            self._remove(event)
+
+    def _is_prefix_store(self, event: BlockStored) -> bool:
+        if event.kv_cache_spec_kind not in _PREFIX_GROUPS:
+            # vllm#51614: its blocks are not the prefix's, and its removals must not take those.
+            self.counters.other_groups += 1
+            if event.group_idx is not None and len(self._other_groups) < 256:
+                self._other_groups.add(event.group_idx)
+            return False
+        return True
+
+    def _store(self, event: BlockStored, *, checked: bool = False) -> None:
+        worker = self._worker
+        hashes = event.block_hashes
+        tier = tier_of(event.medium)
+        if tier is None:
+            self.counters.unknown_media += 1
+            return
+        units = token_units(event.token_ids)[0]
+        if event.block_size != worker.scheme.width or (units != event.block_size * len(hashes) and units > 0):
+            # Never sliced by guess: which tokens belong to which hash cannot be told (case 11).
+            self.counters.odd_widths += 1
+            return
+        if not checked and (event.parent_block_hash is None or not worker.proven):
+            self._check_root(event)
+        if self._journal is not None and not self._journal.add(event):
+            self._journal = None
+        if worker.scheme.kind == "sglang-sha256":
+            self._store_by_hash(event, tier)
+        else:
+            self._store_by_tokens(event, tier)
+        self._any_stored = True
+
+    def _store_by_hash(self, event: BlockStored, tier: Tier) -> None:
+        keys = event.block_hashes
+        parent = event.parent_block_hash
+        if event.lora_name is not None or event.lora_id is not None:
+            self.counters.foreign += 1
+            self._has_adapters = True
+            keys = _adapter_keys(keys)
+            parent = None if parent is None else parent ^ _ADAPTER_BITS
+        if parent is not None and not self._index.holds(self._slot, parent):
+            self.counters.orphans += 1
+        self._place(tier, keys)
+
+    def _place(self, tier: Tier, keys: Sequence[int]) -> int:
+        """Blocks placed: all but those a cap refused, which are the last ones."""
+        refused = self._index.store(self._slot, tier, keys)
+        self.counters.stored_blocks += len(keys) - refused
+        self.counters.refused_blocks += refused
+        return len(keys) - refused
+
+    def _remove(self, event: BlockRemoved) -> None:
+        if self._journal is not None and not self._journal.add(event):
+            self._journal = None
+        # An unknown medium clears everywhere: better a block too few than one too many.
+        tier = None if event.medium is None else tier_of(event.medium)
+        if self._worker.scheme.kind == "sglang-sha256":
+            self._index.remove(self._slot, tier, event.block_hashes)
+            if self._has_adapters:
+                # Which of the two went is not said when both have the hash: neither keeps the credit of this copy.
+                self._index.remove(self._slot, tier, _adapter_keys(event.block_hashes))
+            return
+        for name, keys in self._names.all(event.block_hashes):
+            self._index.remove(self._slot, tier, keys)
+            self._names.forget(name, [key for key in keys if self._index.holds(self._slot, key)])
+
+    def _clear(self) -> None:
+        self._held.take()
+        self._forget_blocks()
+        self.degraded = False
+        if not self._worker.proven:
+            self._journal = _Kept()
+
+    def _forget_blocks(self) -> None:
+        self._index.clear(self._slot)
+        self._index.discard(self._names.take_all())
+        self._roots_seen = 0
+        self._any_stored = False
+        self._has_adapters = False
+
+    # Hash kind.
+
+    def _check_root(self, event: BlockStored) -> None:
+        """Recompute the first block of a root store, always until the kind is proven, later by sample."""
+        worker = self._worker
+        if not is_root(event) or event.lora_name is not None or event.lora_id is not None or not event.block_hashes:
+            return
+        self._roots_seen += 1
+        by_hash = worker.scheme.kind == "sglang-sha256"
+        if worker.proven and (
+            not by_hash or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY != 0)
+        ):
+            return
+        try:
+            ids, pairs = decode_token_ids(event.token_ids)
+        except WireError:
+            return
+        block = ids[: event.block_size * (8 if pairs else 4)]
+        if not block:
+            return
+        equals = sglang_chain(block, len(block), event.cache_salt) == event.block_hashes[:1]
+        content_hash = not pairs and hash(tuple(array("I", block))) == event.block_hashes[0]
+        if worker.proven and not equals:
+            self.counters.foreign += 1
+        worker.saw_root(equals, event.cache_salt is None, content_hash, pairs)
+
+    # Our own chain.
+
+    def _store_by_tokens(self, event: BlockStored, tier: Tier) -> None:
+        keys = self._own_keys(event)
+        if keys is None:
+            self.counters.skipped += 1
+            return
+        names = self._names
+        pairs = [(name, key) for name, key in zip(event.block_hashes, keys, strict=True) if names.add(name, key)]
+        placed = self._place(tier, [key for _, key in pairs])
+        for name, key in pairs[placed:]:
+            if not self._index.holds(self._slot, key):
+                names.forget(name, [k for _, known in names.all((name,)) for k in known if k != key])
+
+    def _own_keys(self, event: BlockStored) -> list[int] | None:
+        """Our keys of the event's blocks; None if its tokens are needed and cannot be read."""
+        hashes = event.block_hashes
+        # A hash that names a prefix keeps its key, whatever parent the event gives: vLLM's host tier gives none.
+        known = [] if self._worker.content_hashes else self._names.leading(hashes)
+        if len(known) == len(hashes):
+            return known
+        try:
+            ids, pairs = decode_token_ids(event.token_ids)
+        except WireError:
+            return None
+        block_bytes = event.block_size * (8 if pairs else 4)
+        if len(ids) != block_bytes * len(hashes):
+            return None
+        parent, told = self._own_parent(event, known)
+        told = max(told, len(known))
+        start = len(known)
+        keys = known + xxh3_chain(parent, ids[start * block_bytes : told * block_bytes], block_bytes)
+        if told < len(hashes):
+            self.counters.foreign += 1
+            keys += xxh3_chain(foreign_root(hashes[told]), ids[told * block_bytes :], block_bytes)
+        return keys
+
+    def _own_parent(self, event: BlockStored, known: list[int]) -> tuple[int, int]:
+        """(the key the first new block hangs below, how many of the event's blocks the tokens tell apart)."""
+        namespace, told = namespace_of(event)
+        if known:
+            return known[-1], told
+        first = event.block_hashes[0]
+        if is_root(event):
+            if namespace is None:
+                return 0, 0
+            if self._is_true_root(event):
+                return xxh3_root(namespace), told
+            self.counters.orphans += 1
+            return foreign_root(first), told
+        assert event.parent_block_hash is not None
+        if self._worker.content_hashes:
+            for name in event.block_hashes:
+                self._names.note_inner(name)
+        parent = self._names.one(event.parent_block_hash)
+        if parent is None:
+            self.counters.orphans += 1
+            parent = foreign_root(event.parent_block_hash)
+        return parent, told
+
+    def _is_true_root(self, event: BlockStored) -> bool:
+        """SGLang 0.5.3 gives a nil parent to every node's first page. That shows at the first split, when pages known
+        from inside a chain come again without a parent; from then on only what must be a root is taken for one."""
+        first = event.block_hashes[0]
+        worker = self._worker
+        if not worker.content_hashes:
+            # A host tier's store of a block never seen on the device does not say where it belongs.
+            return tier_of(event.medium) is Tier.GPU
+        if event.parent_block_hash is not None:
+            return True
+        if self._names.was_inner(first):
+            worker.nil_parents_lie = True
+            return False
+        if worker.nil_parents_lie and self._any_stored and first not in self._names.roots:
+            return False
+        if len(self._names.roots) < 65_536:
+            self._names.roots[first] = None
+        for name in event.block_hashes[1:]:
+            self._names.note_inner(name)
+        return True
+
+
+def _adapter_keys(keys: Sequence[int]) -> list[int]:
+    return [key ^ _ADAPTER_BITS for key in keys]

@@ -1,0 +1,139 @@
+"""How one worker's blocks are keyed, as its streams show it: width and hash kind, checked instead of trusted.
+
+One WorkerScheme belongs to one worker incarnation and is shared by the ledgers of its ranks. Pure.
+
+Width (public cases, settled rule 7): the advertised one, unless the stream opens with `VOTES_TO_ADOPT` stores of
+another width and none of the advertised one; what came before the decision is held by the ledgers and applied after it.
+
+Hash kind (design section 4): root stores are recomputed from their token ids. One that equals SGLang's chain proves it,
+and the engine's hashes are the keys. As long as none does, the worker is keyed by our own chain. That step is taken at
+the first root that differs, because it loses nothing: the ledgers keep what came since the last clear and fold it again
+when the kind changes, in either direction (a root of another namespace differs too and may come first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from router.hashing import HashKind, Scheme
+
+VOTES_TO_ADOPT = 8
+MAX_VOTES = 64  # stores of mixed odd widths after which the advertised one stands
+MAX_WIDTH = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One disagreement between what a worker advertises and what it sends."""
+
+    kind: Literal["block_size", "hash"]
+    advertised: int | str
+    observed: int | str
+    advice: str
+
+
+class Ledger(Protocol):
+    def width_settled(self) -> None:
+        """Apply the events held until the width was known."""
+
+    def kind_changed(self) -> None:
+        """Fold everything since the last clear again, under the new hash kind."""
+
+    def kind_proven(self) -> None:
+        """The kind will not change any more: what was kept for that can go."""
+
+
+class WorkerScheme:
+    """`advertised_width`: tokens a block by the descriptor or configuration. `engine`: sglang, vllm or unknown;
+    SGLang's chain is assumed for sglang only, and vLLM's is known to be another, so nothing is checked there."""
+
+    def __init__(self, advertised_width: int, engine: str, bigram: bool = False) -> None:
+        if not 1 <= advertised_width <= MAX_WIDTH:
+            raise ValueError(f"a block width of {advertised_width} tokens; it must be 1 to {MAX_WIDTH}")
+        self.advertised_width = advertised_width
+        self.assumed_kind: HashKind = "sglang-sha256" if engine == "sglang" else "xxh3"
+        self.scheme = Scheme(self.assumed_kind, advertised_width, bigram)
+        self.proven = engine == "vllm"
+        self.is_width_settled = False
+        self.content_hashes = False  # SGLang ≤ 0.5.3: a hash names a page's tokens, not its prefix
+        self.nil_parents_lie = False  # SGLang 0.5.3: a page after a node split claims to be a root
+        self.findings: tuple[Finding, ...] = ()
+        self._votes: dict[int, int] = {}
+        self._ledgers: list[Ledger] = []
+
+    def join(self, ledger: Ledger) -> None:
+        self._ledgers.append(ledger)
+
+    def leave(self, ledger: Ledger) -> None:
+        self._ledgers.remove(ledger)
+
+    def saw_width(self, width: int) -> None:
+        """A sound store of `width` came while the width is open. May settle it, which calls every ledger."""
+        if width == self.advertised_width:
+            self._settle(width)
+            return
+        votes = self._votes[width] = self._votes.get(width, 0) + 1
+        if votes >= VOTES_TO_ADOPT:
+            self._find(
+                Finding(
+                    "block_size",
+                    self.advertised_width,
+                    width,
+                    f"the descriptor says {self.advertised_width} tokens a block, the events carry {width}: upgrade "
+                    "the engine (SGLang before 0.5.18 advertises the physical page under decode-context parallelism) "
+                    f"or set kv_events.block_size: {width} for this worker",
+                )
+            )
+            self._settle(width)
+        elif sum(self._votes.values()) >= MAX_VOTES:
+            self._settle(self.advertised_width)
+
+    def saw_root(self, equals: bool, unsalted: bool, content_hash: bool, pairs: bool) -> None:
+        """A root store was recomputed. `equals`: by SGLang's chain; `content_hash`: its hash is that of the page alone.
+        May change the kind, which makes every ledger fold again."""
+        if pairs != self.scheme.bigram:
+            self.scheme = replace(self.scheme, bigram=pairs)
+        if equals:
+            self._adopt("sglang-sha256")
+            self._prove()
+        elif content_hash and not self.proven:
+            self.content_hashes = True
+            self._adopt("xxh3")
+            self._prove()
+        elif unsalted and not self.proven:
+            self._adopt("xxh3")
+
+    def _adopt(self, kind: HashKind) -> None:
+        if kind == self.scheme.kind:
+            return
+        self.scheme = replace(self.scheme, kind=kind)
+        self.findings = tuple(f for f in self.findings if f.kind != "hash")
+        if kind == "xxh3":
+            self._find(
+                Finding(
+                    "hash",
+                    self.assumed_kind,
+                    kind,
+                    "this engine's block hashes are not SGLang's SHA-256 chain (SGLang before 0.5.10, or a changed "
+                    "hash): the router keys its blocks itself, from the token ids of the events. Upgrade the engine to "
+                    "spare it that work",
+                )
+            )
+        for ledger in self._ledgers:
+            ledger.kind_changed()
+
+    def _prove(self) -> None:
+        if not self.proven:
+            self.proven = True
+            for ledger in self._ledgers:
+                ledger.kind_proven()
+
+    def _settle(self, width: int) -> None:
+        self.is_width_settled = True
+        self.scheme = replace(self.scheme, width=width)
+        for ledger in self._ledgers:
+            ledger.width_settled()
+
+    def _find(self, finding: Finding) -> None:
+        self.findings = (*self.findings, finding)

@@ -1,0 +1,118 @@
+"""One request on one rank: its load, what the engine is sent for it, and what is learnt when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from router.contract.url import WorkerUrl
+from router.fleet.rank import Rank
+from router.fleet.registry import Fleet
+from router.observe.metrics import Metrics
+from router.policy.decide import Decision
+from router.policy.load import Ticket
+from router.proxy.plan import Fault, Outcome, Usage
+from router.proxy.splice import set_fields
+
+if TYPE_CHECKING:
+    from router.core import RequestPlan
+
+SERVED = (Outcome.OK, Outcome.CLIENT_CLOSED, Outcome.STREAM_ERROR)
+"""Outcomes after which the worker has taken the prompt: its tokens count in the hit rate."""
+
+
+class RankPlacement:
+    """Implements router.proxy.plan.Placement."""
+
+    def __init__(
+        self,
+        *,
+        rank: Rank,
+        plan: RequestPlan,
+        decision: Decision,
+        ticket: Ticket,
+        forget_prediction: Callable[[], None] | None,
+        metrics: Metrics,
+        fleet: Fleet,
+        expose: bool,
+    ) -> None:
+        self.rank = rank
+        self.decision = decision
+        self._plan = plan
+        self._ticket = ticket
+        self._forget_prediction = forget_prediction
+        self._metrics = metrics
+        self._fleet = fleet
+        self._expose = expose
+        self.body, self.headers = _pinned(plan, rank)
+
+    @property
+    def url(self) -> WorkerUrl:
+        return self.rank.worker.url
+
+    @property
+    def authorization(self) -> bytes | None:
+        value = self.rank.worker.authorization
+        return None if value is None else value.encode()
+
+    @property
+    def cached_tokens(self) -> int:
+        """What the chosen rank was believed to hold, all tiers."""
+        return self.decision.chosen.candidate.cached_by_tier[3]
+
+    @property
+    def route_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        if not self._expose:
+            return ()
+        return (
+            (b"x-kv-router-worker", self.url.text.encode()),
+            (b"x-kv-router-rank", str(self.rank.number).encode()),
+            (b"x-kv-router-cached-tokens", str(self.cached_tokens).encode()),
+        )
+
+    def first_byte(self) -> None:
+        self._ticket.first_byte()
+
+    def finish(
+        self, outcome: Outcome, *, fault: Fault | None = None, status: int | None = None, usage: Usage | None = None
+    ) -> None:
+        if self._ticket.done:
+            return
+        self._ticket.finish()
+        if outcome not in (Outcome.OK, Outcome.CLIENT_CLOSED) and self._forget_prediction is not None:
+            self._forget_prediction()
+        if fault is not None:
+            self._fleet.fault(self.rank.worker, fault)
+        elif outcome is Outcome.OK:
+            self._fleet.served(self.rank.worker)
+        if outcome in SERVED:
+            self._count(usage if outcome is Outcome.OK else None)
+
+    def _count(self, usage: Usage | None) -> None:
+        metrics = self._metrics
+        known = self._plan.prompt.ids is not None
+        reported = usage.prompt_tokens if usage is not None else None
+        tokens = self._plan.prompt.tokens if known or reported is None else reported
+        metrics.prompt_tokens.inc(tokens)
+        metrics.predicted_cached_tokens.inc(self.cached_tokens)
+        metrics.best_cached_tokens.inc(self.decision.best_cached_tokens)
+        if usage is None or reported is None:
+            return
+        metrics.reported_prompt_tokens.inc(reported)
+        if usage.cached_tokens is None:
+            return
+        metrics.reported_cached_tokens.inc(usage.cached_tokens)
+        if known and self.rank.trusted:
+            error = self.cached_tokens - usage.cached_tokens
+            metrics.prediction_error_tokens.inc("over" if error > 0 else "under", by=abs(error))
+
+
+def _pinned(plan: RequestPlan, rank: Rank) -> tuple[bytes, Sequence[tuple[bytes, bytes]]]:
+    """The body and extra headers that name the rank in the way this route supports (contract, section 5): /generate
+    reads only the body, the OpenAI routes also a header, which costs no change of the body. A rank the client named is
+    left as the client wrote it."""
+    if rank.pin is None or plan.client_rank is not None:
+        return plan.body.raw, ()
+    if plan.route == "/generate":
+        return set_fields(plan.body.raw, {"routed_dp_rank": str(rank.pin).encode()}), ()
+    return plan.body.raw, ((b"x-data-parallel-rank", str(rank.pin).encode()),)

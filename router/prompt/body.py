@@ -1,0 +1,220 @@
+"""A request body, read once: the few fields routing needs are typed, the prompt stays raw JSON until rendered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from router.errors import RouterError
+
+# More than any engine runs for one request; they keep a hostile number from overflowing a cost.
+MAX_COPIES = 4096
+MAX_NEW_TOKENS = 2**31
+
+_Value = TypeVar("_Value")
+
+
+class Fields(msgspec.Struct, gc=False):
+    """Known top-level keys as raw JSON. An empty `Raw` means the key is absent; a repeated key keeps its last value."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    stream_options: msgspec.Raw = msgspec.Raw()
+    n: msgspec.Raw = msgspec.Raw()
+    max_tokens: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: msgspec.Raw = msgspec.Raw()
+    sampling_params: msgspec.Raw = msgspec.Raw()
+    cache_salt: msgspec.Raw = msgspec.Raw()
+    extra_key: msgspec.Raw = msgspec.Raw()
+    lora_path: msgspec.Raw = msgspec.Raw()
+    rid: msgspec.Raw = msgspec.Raw()
+    session_id: msgspec.Raw = msgspec.Raw()
+    routed_dp_rank: msgspec.Raw = msgspec.Raw()
+    data_parallel_rank: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    input_ids: msgspec.Raw = msgspec.Raw()
+    input_embeds: msgspec.Raw = msgspec.Raw()
+    image_data: msgspec.Raw = msgspec.Raw()
+    video_data: msgspec.Raw = msgspec.Raw()
+    audio_data: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    reasoning: msgspec.Raw = msgspec.Raw()
+    reasoning_effort: msgspec.Raw = msgspec.Raw()
+    continue_final_message: msgspec.Raw = msgspec.Raw()
+    add_generation_prompt: msgspec.Raw = msgspec.Raw()
+    add_special_tokens: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+
+
+class _StreamOptions(msgspec.Struct, gc=False):
+    include_usage: bool | None = None
+
+
+class _SamplingParams(msgspec.Struct, gc=False):
+    n: int | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """What routing reads from a body.
+
+    `raw` is the client's bytes, unchanged. A field of a type no engine takes reads as absent, its name is in `odd`.
+    `copies` is how many sequences the engine runs for each prompt (`n`), `max_new_tokens` the answer's cap in tokens.
+    `cache_salt`, `extra_key` and `lora_path` are the first prompt's when the client sent one for each of a batch.
+    """
+
+    path: str
+    raw: bytes
+    fields: Fields
+    model: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    copies: int = 1
+    max_new_tokens: int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    lora_path: str | None = None
+    rids: tuple[str, ...] = ()
+    session_id: str | None = None
+    routed_dp_rank: int | None = None
+    odd: frozenset[str] = frozenset()
+
+
+def present(raw: msgspec.Raw) -> bool:
+    """False for an absent key and for `null`, which every engine reads alike."""
+    return bytes(raw) not in (b"", b"null") if len(memoryview(raw)) <= 4 else True
+
+
+def plain(raw: msgspec.Raw) -> Any:
+    """Python values of one field; None when absent. Raises ValueError (also for JSON nested too deep)."""
+    if not len(memoryview(raw)):
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except msgspec.DecodeError:
+        # Lone surrogates, NaN: Python's json (and so the engine's) takes what msgspec refuses.
+        try:
+            return json.loads(bytes(raw))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
+
+
+def parse_body(path: str, raw: bytes) -> RequestBody:
+    """Read a body. Raises RouterError("bad_json") when it is not one JSON object in UTF-8 (case 84), never for more.
+
+    Takes any object an engine's own parser (Python's `json`) takes: NaN, a byte-order mark, the last of repeated keys.
+    """
+    fields = _fields(raw)
+    odd: list[str] = []
+
+    def read(name: str, expected: type[_Value]) -> _Value | None:
+        value: msgspec.Raw = getattr(fields, name)
+        if not present(value):
+            return None
+        try:
+            return msgspec.json.decode(value, type=expected)
+        except (msgspec.DecodeError, RecursionError):
+            odd.append(name)
+            return None
+
+    def first_text(name: str) -> str | None:
+        value: msgspec.Raw = getattr(fields, name)
+        if not present(value):
+            return None
+        if bytes(memoryview(value)[:1]) == b"[":
+            values = read(name, list[str | None])
+            return (values[0] or None) if values else None
+        return read(name, str) or None  # engines read "" as not given
+
+    sampling = read("sampling_params", _SamplingParams) if path == "/generate" else None
+    n = sampling.n if sampling else read("n", int)
+    limit = sampling.max_new_tokens if sampling else read("max_completion_tokens", int) or read("max_tokens", int)
+    options = read("stream_options", _StreamOptions)
+    rank = read("routed_dp_rank", int)
+    if rank is None:
+        rank = read("data_parallel_rank", int)  # its name before SGLang 0.5.6
+    return RequestBody(
+        path=path,
+        raw=raw,
+        fields=fields,
+        model=read("model", str),
+        stream=_flag(fields.stream, "stream", odd),
+        include_usage=bool(options and options.include_usage),
+        copies=min(max(n or 1, 1), MAX_COPIES),
+        max_new_tokens=min(limit, MAX_NEW_TOKENS) if limit is not None and limit >= 0 else None,
+        cache_salt=first_text("cache_salt"),
+        extra_key=first_text("extra_key"),
+        lora_path=first_text("lora_path"),
+        rids=_rids(fields.rid, odd),
+        session_id=read("session_id", str),
+        routed_dp_rank=rank,
+        odd=frozenset(odd),
+    )
+
+
+_DECODER = msgspec.json.Decoder(Fields)
+
+
+def _fields(raw: bytes) -> Fields:
+    try:
+        if not raw.isascii():
+            raw.decode()  # msgspec skips over strings it does not build
+        return _DECODER.decode(raw)
+    except UnicodeDecodeError as error:
+        raise RouterError("bad_json", f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise RouterError("bad_json", "the body is nested too deep") from None
+    except msgspec.DecodeError as error:
+        return _fields_leniently(raw, str(error))
+
+
+def _fields_leniently(raw: bytes, refusal: str) -> Fields:
+    """What msgspec refuses and Python's json takes. `refusal` is msgspec's reason, the clearer one to show."""
+    try:
+        value = json.loads(raw.decode("utf-8-sig"))
+    except RecursionError:
+        raise RouterError("bad_json", "the body is nested too deep") from None
+    except ValueError:
+        raise RouterError("bad_json", f"the body is not JSON: {refusal}") from None
+    if not isinstance(value, dict):
+        raise RouterError("bad_json", f"the body is a JSON {_json_type(value)}; send an object") from None
+    names = Fields.__struct_fields__
+    return Fields(**{name: msgspec.Raw(json.dumps(value[name]).encode()) for name in names if name in value})
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _flag(raw: msgspec.Raw, name: str, odd: list[str]) -> bool:
+    """A boolean as pydantic's lax mode (the engines') reads it: "true", 1 … are noted as odd and obeyed (case 84)."""
+    if not present(raw):
+        return False
+    text = bytes(raw)
+    if text in (b"true", b"false"):
+        return text == b"true"
+    odd.append(name)
+    return text.strip(b'"').lower() in (b"1", b"1.0", b"true", b"t", b"yes", b"y", b"on")
+
+
+def _rids(raw: msgspec.Raw, odd: list[str]) -> tuple[str, ...]:
+    if not present(raw):
+        return ()
+    try:
+        value = msgspec.json.decode(raw, type=str | list[str])
+    except (msgspec.DecodeError, RecursionError):
+        odd.append("rid")
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,0 +1,112 @@
+"""The legal prompt forms of each route (case 38), told apart without tokenising anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from router.hashing import TokenIds, pack_ids
+from router.prompt.body import RequestBody, present
+
+CHARS_PER_TOKEN = 4  # the estimate where no tokenizer answers
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/generate"
+TOKENIZE = "/v1/tokenize"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """What the body asks the engine to prefill.
+
+    A batch is routed by its FIRST prompt: `ids` or `text` is that one, `prompts` how many there are. `rest_tokens` is
+    exact when they came as ids; `rest_chars` is characters when they came as text. `ids` is None for ids no engine can
+    have (−5, 2^40, true, 1.0). `estimate_tokens` covers the whole batch, from characters where that is all there is.
+    """
+
+    kind: Literal["ids", "text", "chat", "none"]
+    reason: str = ""
+    ids: TokenIds | None = None
+    text: str | None = None
+    prompts: int = 1
+    rest_tokens: int = 0
+    rest_chars: int = 0
+    estimate_tokens: int = 0
+
+
+def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
+    """Never raises: what cannot be understood is kind "none" with a reason, and is routed by load."""
+    fields = body.fields
+    if body.path == CHAT or (body.path == TOKENIZE and present(fields.messages)):
+        if present(fields.input_ids) and engine != "vllm":  # SGLang: replaces the rendered prompt (fact 14)
+            return _ids(fields.input_ids)
+        return PromptForm("chat", estimate_tokens=_size(fields.messages) + _size(fields.tools))
+    if body.path in (COMPLETIONS, TOKENIZE):
+        return _prompt(fields.prompt)
+    if body.path == GENERATE:
+        if any(present(media) for media in (fields.image_data, fields.video_data, fields.audio_data)):
+            return PromptForm("none", "media", estimate_tokens=_size(fields.text) + _size(fields.input_ids))
+        given = [raw for raw in (fields.text, fields.input_ids, fields.input_embeds) if present(raw)]
+        if len(given) != 1:  # the engine answers 400 to none and to several
+            return PromptForm("none", "no_prompt", estimate_tokens=sum(_size(raw) for raw in given))
+        if present(fields.input_embeds):
+            return PromptForm("none", "embeds", estimate_tokens=_size(fields.input_embeds) // CHARS_PER_TOKEN)
+        return _prompt(given[0])
+    return PromptForm("none", "route", estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
+
+
+def _size(raw: msgspec.Raw) -> int:
+    """Tokens guessed from the length of the JSON text."""
+    return len(memoryview(raw)) // CHARS_PER_TOKEN
+
+
+def _prompt(raw: msgspec.Raw) -> PromptForm:
+    if not present(raw):
+        return PromptForm("none", "no_prompt")
+    opening = _opening(raw)
+    if opening == b'"':
+        return _texts(b"[" + bytes(raw) + b"]")
+    if opening == b'["':
+        return _texts(bytes(raw))
+    if opening == b"[]":
+        return PromptForm("none", "empty")
+    return _ids(raw)
+
+
+def _opening(raw: msgspec.Raw) -> bytes:
+    """The value's first character; for an array the first of its first item too."""
+    head = bytes(memoryview(raw)[:64])
+    return b"[" + head[1:].lstrip()[:1] if head[:1] == b"[" else head[:1]
+
+
+def _texts(raw: bytes) -> PromptForm:
+    try:
+        texts = msgspec.json.decode(raw, type=list[str])
+    except msgspec.DecodeError:
+        # A lone surrogate, or a batch of mixed types: no engine tokenises either.
+        return PromptForm("none", "prompt_form", estimate_tokens=len(raw) // CHARS_PER_TOKEN)
+    rest = sum(map(len, texts[1:]))
+    estimate = (len(texts[0]) + rest) // CHARS_PER_TOKEN
+    if not texts[0]:
+        return PromptForm("none", "empty", prompts=len(texts), rest_chars=rest, estimate_tokens=estimate)
+    return PromptForm("text", text=texts[0], prompts=len(texts), rest_chars=rest, estimate_tokens=estimate)
+
+
+def _ids(raw: msgspec.Raw) -> PromptForm:
+    """Flat ids are one prompt, nested ids a batch. A bool or a float is not an id, nor is anything outside u32."""
+    try:
+        if _opening(raw) == b"[[":
+            prompts = msgspec.json.decode(raw, type=list[list[int]])
+        else:
+            prompts = [msgspec.json.decode(raw, type=list[int])]
+        first = pack_ids(prompts[0])
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return PromptForm("none", "odd_ids", estimate_tokens=_size(raw))
+    rest = sum(map(len, prompts[1:]))
+    if not first:
+        return PromptForm("none", "empty", prompts=len(prompts), rest_tokens=rest, estimate_tokens=rest)
+    estimate = len(prompts[0]) + rest
+    return PromptForm("ids", ids=first, prompts=len(prompts), rest_tokens=rest, estimate_tokens=estimate)

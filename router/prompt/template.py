@@ -1,0 +1,99 @@
+"""A model's Jinja chat template, rendered as transformers renders it (checked against recorded engine prompts)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.prompt.content_format import sglang_format, vllm_format
+
+# Named parameters of the engines' own call: as chat_template_kwargs they fail there, or never reach the template.
+_RESERVED = frozenset(
+    {
+        *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "chat_template"),
+        *("tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length"),
+    }
+)
+
+
+class TemplateFailure(Exception):
+    """The template cannot be compiled, or refused these messages."""
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}…{% endgeneration %}` marks answers for training; for a prompt it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own declaration is not a ClassVar)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)  # names set inside stay inside, as in transformers
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. `specials` are bos_token, eos_token … as the tokenizer's configuration names them; `clock`
+    answers `strftime_now` in templates that print the date (local time, as the engine's process sees it).
+    Raises TemplateFailure when the source does not compile.
+    """
+
+    def __init__(self, source: str, specials: Mapping[str, str], clock: Callable[[], datetime] = datetime.now) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda text: clock().strftime(text)
+        try:
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise TemplateFailure(f"the chat template does not compile: {error}") from error
+        self.source = source
+        self.sglang_format = sglang_format(source, tree)
+        self.vllm_format = vllm_format(tree)
+        self.specials = dict(specials)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Raises TemplateFailure for whatever the template raises; `kwargs` win over the special tokens."""
+        if reserved := _RESERVED & kwargs.keys():
+            raise TemplateFailure(f"chat_template_kwargs may not set {', '.join(sorted(reserved))}")
+        values = {"documents": None, **self.specials, **kwargs}
+        try:
+            return self._template.render(
+                values, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:
+            # A template is a program: TypeError, KeyError, ZeroDivisionError, RecursionError … are all its refusals.
+            raise TemplateFailure(f"{type(error).__name__}: {error}") from error

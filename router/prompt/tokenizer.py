@@ -1,0 +1,202 @@
+"""Text → token ids for one model folder: `fastokens` where it can serve the file, else `tokenizers`.
+
+Which one serves is `Tokenizer.backend`. Both are loaded once and compared on a built-in probe set; a difference means
+`tokenizers` serves. Ids are u32 little-endian bytes, the form the page hash eats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tokenizers
+
+from router.hashing import TokenIds, pack_ids
+
+try:
+    import fastokens
+except ImportError:  # no build for this platform
+    fastokens = None
+
+Backend = Literal["fastokens", "tokenizers"]
+Encode = Callable[[str, bool], TokenIds]
+
+MAX_CHARS = 4_000_000  # about 1M tokens; a longer prompt is routed by load. 4M spaces cost 2.3 s of a thread
+
+# Classes that took add_bos_token / add_eos_token before transformers 5; SGLang restores the flags for these (fact 16).
+_FLAGGED_CLASSES = frozenset(
+    {
+        *("LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"),
+        *("GemmaTokenizer", "GemmaTokenizerFast", "CohereTokenizerFast"),
+    }
+)
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_PROBES = (
+    "The quick brown fox isn't 12,345.678 years old; it's they'll've SEEN camelCase snake_case CONSTANT_CASE.",
+    "  leading\n\n\n\ttabs \t and   runs      of spaces   \r\n\r\n  trailing  ",
+    "def f(x: int) -> str:\n    return f\"{x!r:>10}\" if x else ''  # naïve\n\n\nclass A(B):\n\tpass\n",
+    '{"a": [1, 2.5e-7, null, true], "b": {"c": "d\\u00e9\\n"}} <tool_call>\n</tool_call> <think>\n\n</think>',
+    "Ünïcödé: élève Ελληνικά Привет мир עברית العربية हिन्दी ไทย 한국어 日本語テキスト 中文字符，。！",
+    "e\u0301 n\u0303 \u212b \ufb01 \u00bd \u2460 \u3000 \u200b\u200d \ufeff \u00a0 \u202e",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 👍🏽 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \U0001f600",
+    "0 00 000 0000 1234567890123 3.14159 1_000_000 0xDEADBEEF ١٢٣ ४५६ ⅷ²³",
+    "\x00\x01\x07\x1b[0m\x7f\x85 ---- ==== ____ **** .... !!!! ???? %%%% \\\\ // || && << >> ~~ ``` '' \"\"",
+    "",
+    " ",
+    "a",
+)
+
+
+class TokenizerUnusable(Exception):
+    """The folder holds no tokenizer that can be loaded. The text says why."""
+
+
+class CannotEncode(Exception):
+    """No engine could encode this text either (a lone surrogate), or it is one that breaks the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """`specials` are bos_token, eos_token … as templates see them. `flagged_prefix` / `flagged_suffix`: the ids SGLang
+    puts around raw text by the configuration's flags; None when the file's own post-processor decides.
+    """
+
+    backend: Backend
+    specials: dict[str, str]
+    bos: TokenIds | None
+    flagged_prefix: TokenIds | None
+    flagged_suffix: TokenIds
+    encoder: Encode
+
+    def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
+        """Raises CannotEncode. Not interruptible: the caller limits the length first (MAX_CHARS)."""
+        return self.encoder(text, add_special_tokens)
+
+    def encode_raw_text(self, text: str, *, restore_flags: bool) -> TokenIds:
+        """Text of /v1/completions and /generate, with the tokenizer's default special tokens (case 36).
+
+        `restore_flags` is SGLang's repair of add_bos_token; vLLM leaves it to the file. A doubled BOS stays doubled.
+        """
+        if not restore_flags or self.flagged_prefix is None:
+            return self.encode(text, True)
+        return self.flagged_prefix + self.encode(text, False) + self.flagged_suffix
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load tokenizer.json of `folder` (0.8–2.7 s for a large vocabulary). Raises TokenizerUnusable."""
+    try:
+        reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerUnusable(f"{folder / 'tokenizer.json'}: {error}") from error
+    reference.no_truncation()
+    reference.no_padding()
+    config = read_tokenizer_config(folder)
+    slow = _slow_encoder(reference)
+    fast = _fast_encoder(folder / "tokenizer.json")
+    agreed = fast is not None and _agree(fast, slow, _special_probes(reference))
+    specials = _specials(config)
+    bos = reference.token_to_id(specials.get("bos_token", ""))
+    eos = reference.token_to_id(specials.get("eos_token", ""))
+    prefix: TokenIds | None = None
+    suffix = b""
+    if config.get("tokenizer_class") in _FLAGGED_CLASSES:
+        prefix = _flagged(config.get("add_bos_token"), bos, default=True)
+        suffix = _flagged(config.get("add_eos_token"), eos, default=False)
+    return Tokenizer(
+        backend="fastokens" if agreed else "tokenizers",
+        specials=specials,
+        bos=None if bos is None else pack_ids([bos]),
+        flagged_prefix=prefix,
+        flagged_suffix=suffix,
+        encoder=fast if fast is not None and agreed else slow,
+    )
+
+
+def warm_up(tokenizer: Tokenizer) -> None:
+    """The first call of a backend costs 90–180 ms: pay it here, on about 1 MB of mixed text."""
+    block = "\n".join(_PROBES)
+    text = "".join(f"{number} {block}" for number in range(700))
+    tokenizer.encode(text, False)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; {} where it is absent. Raises TokenizerUnusable when it is not a JSON object."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise TokenizerUnusable(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerUnusable(f"{path}: not a JSON object")
+    return config
+
+
+def _specials(config: dict[str, Any]) -> dict[str, str]:
+    """A special token is written as text or as an object with `content`; unset ones are absent (fact 17)."""
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _flagged(flag: object, token: int | None, *, default: bool) -> TokenIds:
+    wanted = default if flag is None else bool(flag)
+    return pack_ids([token]) if wanted and token is not None else b""
+
+
+def _fast_encoder(path: Path) -> Encode | None:
+    if fastokens is None:
+        return None
+    try:
+        model = fastokens.Tokenizer.from_file(str(path))
+        model.no_truncation()
+    except Exception:  # a file it cannot serve: ValueError as documented, and whatever a new release raises
+        return None
+
+    def encode(text: str, add_special_tokens: bool) -> TokenIds:
+        return _contained(lambda: bytes(model.encode_batch_flat([text], add_special_tokens)[0]))
+
+    return encode
+
+
+def _slow_encoder(model: tokenizers.Tokenizer) -> Encode:
+    def encode(text: str, add_special_tokens: bool) -> TokenIds:
+        # The batch call: `Tokenizer.encode` holds the GIL for the whole text.
+        return _contained(
+            lambda: pack_ids(model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        )
+
+    return encode
+
+
+def _contained(call: Callable[[], TokenIds]) -> TokenIds:
+    """A Rust panic is a BaseException (10 MB of spaces in `tokenizers`): one prompt without ids, not a dead router."""
+    try:
+        return call()
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise CannotEncode(f"{type(error).__name__}: {error}"[:200]) from error
+        raise
+
+
+def _special_probes(model: tokenizers.Tokenizer) -> list[str]:
+    """Texts with the file's own added tokens inside: alone, glued and spaced."""
+    added = [token.content for token in model.get_added_tokens_decoder().values()]
+    sample = added[:8] + added[-8:]
+    return ["x" + token + "y " + token + " \n" + token + token for token in sample] + ["".join(sample)]
+
+
+def _agree(fast: Encode, slow: Encode, extra: list[str]) -> bool:
+    try:
+        return all(fast(text, flag) == slow(text, flag) for text in (*_PROBES, *extra) for flag in (False, True))
+    except CannotEncode:
+        return False

@@ -1,0 +1,150 @@
+"""What the proxy needs from the rest of the router: a plan for a request, a placement on a worker, and who is told.
+
+The proxy moves bytes and keeps the life of a request straight; it never decides. Everything that decides implements
+`Core`. A request goes `plan` (once) → `place` (once, or again after a failure that is safe to retry) → bytes →
+`Placement.finish` (exactly once per placement) → `Core.request_done` (exactly once per request, placed or not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol, TypeVar
+
+UNMATCHED = "unmatched"
+"""The `route` of every request whose path is not on the allow-list (case 97: no raw path becomes a label)."""
+
+RawHeaders = list[tuple[bytes, bytes]]
+"""Header fields as they stand on the wire, in order, names in any case."""
+
+
+class Outcome(StrEnum):
+    """The one terminal class of a request, and of each placement (case 99)."""
+
+    OK = "ok"
+    CLIENT_CLOSED = "client_closed"
+    """The client went away before the last byte: says nothing about the worker."""
+    REJECTED = "rejected"
+    """A 4xx, 429 or 503, ours or the worker's: nobody is at fault."""
+    UPSTREAM_ERROR = "upstream_error"
+    """No usable answer: connect failure, reset, silence, a 5xx of the worker — and faults of the router itself."""
+    STREAM_ERROR = "stream_error"
+    """The answer broke off after its first byte."""
+
+
+Fault = Literal["connect", "reset", "timeout", "protocol", "http_500", "http_502", "http_504"]
+"""What a circuit breaker may count against a worker. 4xx, 429, 503 and leaving clients are no faults (case 89)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the engine reported for one request, in tokens, summed over the prompts of a batch. None: not reported."""
+
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+
+
+class Origin(Protocol):
+    """Where a worker listens. `router.contract.url.WorkerUrl` is one."""
+
+    @property
+    def scheme(self) -> str:
+        """`http` or `https`."""
+
+    @property
+    def host(self) -> str:
+        """Host name or address; IPv6 without brackets."""
+
+    @property
+    def port(self) -> int: ...
+    @property
+    def text(self) -> str:
+        """The normalised `scheme://host:port`: the worker's name in labels, in `tried` and in the pool."""
+
+
+class Placement(Protocol):
+    """One request on one worker: its load counts from `Core.place` until `finish`."""
+
+    @property
+    def url(self) -> Origin: ...
+    @property
+    def authorization(self) -> bytes | None:
+        """The whole value of the Authorization field for the worker (`Bearer KEY`), None when the worker has no key."""
+
+    @property
+    def body(self) -> bytes:
+        """The body to send: the client's bytes, with routing fields spliced in where this route needs them."""
+
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """Fields to add to the request to the worker, such as a DP rank's. They replace the client's of that name."""
+
+    @property
+    def route_headers(self) -> Sequence[tuple[bytes, bytes]]:
+        """x-kv-router-worker, -rank and -cached-tokens for the client's answer, or nothing when not exposed."""
+
+    def first_byte(self) -> None:
+        """The first byte of the answer's body arrived (called at most once, never for an error status)."""
+
+    def finish(
+        self, outcome: Outcome, *, fault: Fault | None = None, status: int | None = None, usage: Usage | None = None
+    ) -> None:
+        """The end of this placement. The proxy calls it exactly once; implementations should tolerate a second call.
+
+        `status` is the worker's HTTP status, None when it gave none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One finished request, for metrics, the access log and traces. Everything here is of bounded size."""
+
+    request_id: str
+    method: str
+    route: str
+    """A route of interface.md or `UNMATCHED`."""
+    outcome: Outcome
+    status: int
+    """The status the client got (or would have got: 499 when it left before the answer began)."""
+    error: str | None
+    """The code of x-kv-router-error when the answer was the router's own."""
+    worker: str | None
+    """`Origin.text` of the last worker tried, None when none was."""
+    attempts: int
+    duration_s: float
+    ttft_s: float | None
+    """Seconds from the request's head to the first byte of the worker's answer, None when there was none."""
+    usage: Usage | None
+
+
+P = TypeVar("P")
+
+
+class Core(Protocol[P]):
+    """The deciding half of the router, as the proxy sees it. `P` is whatever `plan` hands to `place`."""
+
+    async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> P:
+        """Read the request: model, prompt, namespace. Holds no load. `headers` is case-insensitive.
+
+        Raises RouterError (`bad_json`, `model_not_found`, …). Cancelled when the client leaves.
+        """
+
+    def place(self, plan: P, tried: frozenset[str]) -> Placement:
+        """Choose a worker whose `url.text` is not in `tried` and count the request as its load from now on.
+
+        Raises RouterError("no_worker", retry_after_s=…) when none is left; nothing is counted then.
+        """
+
+    def request_done(self, record: RequestRecord) -> None:
+        """Called exactly once for every request of the public listener, health and metrics included."""
+
+    def models(self) -> bytes:
+        """The JSON of GET /v1/models: every served name once."""
+
+    def ready(self) -> bool:
+        """At least one worker can take a request now."""
+
+    async def metrics(self) -> bytes:
+        """The Prometheus text page, rendered off the event loop."""

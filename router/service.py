@@ -1,0 +1,271 @@
+"""`kv-router serve`: puts the parts together, listens, obeys signals, and takes everything down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import signal
+import ssl
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+from aiohttp import web
+
+from router.admin import Admin
+from router.config import Config, Overrides, load_config
+from router.core import RoutingCore
+from router.engine_ask import EngineAsk
+from router.errors import ConfigError, RouterError
+from router.fleet.ask import probe_session
+from router.fleet.registry import Fleet
+from router.index.prefix import PrefixIndex
+from router.observe.logs import set_up
+from router.observe.metrics import Metrics
+from router.policy.cost import CostWeights
+from router.policy.decide import Policy
+from router.policy.predicted import PredictedBlocks
+from router.prompt.source import PromptSource
+from router.proxy.server import ListenerOptions, PublicListener
+from router.proxy.upstream import UpstreamClient, UpstreamLimits
+
+log = logging.getLogger("router")
+
+ADMIN_SHUTDOWN_S = 1.0
+
+
+class Service:
+    """One running router. `start`, then `stop`; `reload` applies a changed configuration's workers and keys."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._tls = _worker_tls(config)
+        self._session = probe_session(self._tls)
+        clock = time.monotonic
+        self._index = PrefixIndex(
+            max_blocks=config.index.max_blocks, max_blocks_per_slot=config.index.max_blocks_per_rank
+        )
+        metrics = Metrics()
+        self.fleet = Fleet(
+            config,
+            self._index,
+            context=self._context,
+            session=self._session,
+            clock=clock,
+            wall_clock=time.time,
+            rng=random.Random(),
+            observer=metrics,
+        )
+        self._upstream = UpstreamClient(
+            UpstreamLimits(connect_s=config.timeouts.connect_s, idle_s=config.timeouts.idle_s), tls=self._tls
+        )
+        self._ask = EngineAsk(self.fleet, self._tls)
+        self._prompts = PromptSource(config.tokenizer, ask=self._ask, count=metrics.prompts.inc)
+        self.core = RoutingCore(
+            fleet=self.fleet,
+            index=self._index,
+            prompts=self._prompts,
+            policy=_policy(config),
+            predicted=PredictedBlocks(config.policy.prediction_ttl_s),
+            metrics=metrics,
+            expose_routing_headers=config.admin.expose_routing_headers,
+            clock=clock,
+        )
+        self._admin = Admin(config, self.fleet, self.core)
+        self._admin_runner = web.AppRunner(
+            self._admin.application(), access_log=None, shutdown_timeout=ADMIN_SHUTDOWN_S
+        )
+        self.listener = PublicListener(self.core, self._upstream, _listener_options(config))
+        self.admin_port = 0
+
+    async def start(self) -> None:
+        """Binds both listeners, then watches the fleet. Raises ConfigError when an address cannot be had."""
+        listen, admin = self._config.listen, self._config.admin
+        try:
+            await self.listener.start()
+        except OSError as error:
+            raise ConfigError(f"listen: cannot bind {listen.host}:{listen.port}: {error.strerror or error}") from None
+        await self._admin_runner.setup()
+        try:
+            await web.TCPSite(self._admin_runner, admin.host, admin.port).start()
+        except OSError as error:
+            raise ConfigError(f"admin: cannot bind {admin.host}:{admin.port}: {error.strerror or error}") from None
+        self.admin_port = int(self._admin_runner.addresses[0][1])
+        self.fleet.start()
+
+    def reload(self, config: Config) -> None:
+        """Takes over workers and keys; every other setting needs a restart."""
+        wanted = {worker.url.text: worker for worker in config.workers}
+        before = {worker.url.text for worker in self._config.workers}
+        for worker in self.fleet.workers:
+            name = worker.url.text
+            if (name in before and name not in wanted) or (name in wanted and wanted[name] != worker.settings):
+                self.fleet.remove(name)
+        for settings in config.workers:
+            self.fleet.add(settings)
+        self.listener.set_api_keys([key.reveal() for key in config.api_keys])
+        self._config = config
+        self._admin.config = config
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets running requests finish for `grace_s`, then closes every socket and task."""
+        await self.listener.close(grace_s)
+        await self._admin_runner.cleanup()
+        await self.fleet.close()
+        await self._prompts.close()
+        await self._ask.close()
+        await self._upstream.close()
+        await self._session.close()
+        self._context.destroy(linger=0)
+
+
+def _worker_tls(config: Config) -> ssl.SSLContext | None:
+    if config.worker_tls.ca is None:
+        return None
+    return ssl.create_default_context(cafile=config.worker_tls.ca)
+
+
+def _listener_tls(config: Config) -> ssl.SSLContext | None:
+    tls = config.listen.tls
+    if tls is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"listen.tls: cannot load {tls.cert} with {tls.key}: {error}") from None
+    return context
+
+
+def _listener_options(config: Config) -> ListenerOptions:
+    return ListenerOptions(
+        host=config.listen.host,
+        port=config.listen.port,
+        max_body_bytes=config.listen.max_body_mb << 20,
+        body_s=config.timeouts.body_s,
+        api_keys=tuple(key.reveal() for key in config.api_keys),
+        forward_authorization=config.forward_authorization,
+        metrics=config.listen.metrics,
+        tls=_listener_tls(config),
+    )
+
+
+def _policy(config: Config) -> Policy:
+    settings = config.policy
+    weights = CostWeights(
+        u_weight=settings.u_weight,
+        decode_weight=settings.decode_weight,
+        share_weight=settings.share_weight,
+        share_tau_s=settings.share_tau_s,
+        tier_weights=(0.0, 1 - settings.cpu_pinned_credit, 1 - settings.disk_credit, 1 - settings.external_credit),
+    )
+    return Policy(settings.name, weights, default_rate_tokens_per_s=settings.prefill_tokens_per_s, rng=random.Random())
+
+
+def serve(
+    path: Path | None,
+    *,
+    workers: Sequence[str] = (),
+    host: str | None = None,
+    port: int | None = None,
+    admin_port: int | None = None,
+) -> int:
+    """Runs until SIGTERM or SIGINT. Raises ConfigError for what the operator can mend."""
+    overrides = Overrides(workers=tuple(workers), host=host, port=port, admin_port=admin_port)
+    config = load_config(path, overrides)
+    set_up(config.log.format, config.log.level)
+
+    def reread() -> Config:
+        return load_config(path, overrides)
+
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    with runner:
+        return runner.run(_run(config, reread if path is not None else None))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one; asyncio's own loop otherwise."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _run(config: Config, reread: Callable[[], Config] | None) -> int:
+    stop, cut, reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    drain_s = config.timeouts.drain_s
+
+    def signalled(by_person: bool) -> None:
+        nonlocal drain_s
+        if by_person:
+            drain_s = 0.0  # Ctrl-C: no load balancer is to be told first
+        (cut if stop.is_set() else stop).set()
+
+    loop.add_signal_handler(signal.SIGTERM, signalled, False)  # before slow start-up work (case 94)
+    loop.add_signal_handler(signal.SIGINT, signalled, True)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)
+    service = Service(config)
+    try:
+        await service.start()
+    except ConfigError:
+        await service.stop(0.0)
+        raise
+    for warning in config.warnings():
+        log.warning(warning)
+    _announce(config, service)
+    reloader = asyncio.create_task(_reload_on_signal(service, reload, reread))
+    await stop.wait()
+    log.info("stopping", extra={"drain_s": drain_s, "grace_s": config.timeouts.grace_s})
+    reloader.cancel()
+    service.listener.leave()
+    await _unless(cut, asyncio.sleep(drain_s))
+    await _unless(cut, service.listener.close(config.timeouts.grace_s))
+    await service.stop(0.0)
+    return 0
+
+
+async def _unless(cut: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work`, or until `cut` is set."""
+    task, cutter = asyncio.ensure_future(work), asyncio.ensure_future(cut.wait())
+    await asyncio.wait((task, cutter), return_when=asyncio.FIRST_COMPLETED)
+    for each in (task, cutter):
+        each.cancel()
+    await asyncio.gather(task, cutter, return_exceptions=True)
+
+
+async def _reload_on_signal(service: Service, signalled: asyncio.Event, reread: Callable[[], Config] | None) -> None:
+    while True:
+        await signalled.wait()
+        signalled.clear()
+        if reread is None:
+            log.warning("SIGHUP: nothing to re-read, the router was started without --config")
+            continue
+        try:
+            service.reload(await asyncio.to_thread(reread))
+            log.info("SIGHUP: workers and keys re-read")
+        except (ConfigError, RouterError) as error:
+            log.error("SIGHUP: the configuration was not taken: %s", error)
+
+
+def _announce(config: Config, service: Service) -> None:
+    """One JSON line on stdout for whoever started the process: where the listeners are (ports may have been 0)."""
+    host, admin = _bracketed(config.listen.host), _bracketed(config.admin.host)
+    where = {
+        "listen": f"http{'s' if config.listen.tls else ''}://{host}:{service.listener.port}",
+        "admin": f"http://{admin}:{service.admin_port}",
+    }
+    print(json.dumps(where), flush=True)
+    log.info("listening", extra=where)
+    if not config.workers:
+        log.warning("no workers yet: give --worker URL, or POST /workers on the admin listener")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,131 @@
+"""A Core that places by turns, and remembers every placement and record."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from router.errors import RouterError
+from router.proxy.plan import Fault, Origin, Outcome, RequestRecord, Usage
+from router.proxy.server import ListenerOptions, PublicListener
+from router.proxy.upstream import UpstreamClient, UpstreamLimits
+from tests.support.http import HOST, ScriptedWorker
+
+
+@dataclass(frozen=True)
+class Url:
+    host: str
+    port: int
+    scheme: str = "http"
+
+    @property
+    def text(self) -> str:
+        return f"{self.scheme}://{self.host}:{self.port}"
+
+
+@dataclass
+class FakePlacement:
+    url: Origin
+    body: bytes
+    authorization: bytes | None = None
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    route_headers: Sequence[tuple[bytes, bytes]] = ()
+    first_bytes: int = 0
+    ends: list[tuple[Outcome, Fault | None, int | None, Usage | None]] = field(default_factory=list)
+
+    def first_byte(self) -> None:
+        self.first_bytes += 1
+
+    def finish(
+        self, outcome: Outcome, *, fault: Fault | None = None, status: int | None = None, usage: Usage | None = None
+    ) -> None:
+        self.ends.append((outcome, fault, status, usage))
+
+
+class FakeCore:
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.urls = [Url(HOST, port) for port in ports]
+        self.placements: list[FakePlacement] = []
+        self.records: list[RequestRecord] = []
+        self.refusal: Exception | None = None
+        self.authorization: bytes | None = None
+        self.headers: Sequence[tuple[bytes, bytes]] = ()
+        self.route_headers: Sequence[tuple[bytes, bytes]] = ()
+        self.is_ready = True
+        self.planned: list[tuple[str, bytes]] = []
+
+    async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes:
+        self.planned.append((route, body))
+        if self.refusal is not None:
+            raise self.refusal
+        return body
+
+    def place(self, plan: bytes, tried: frozenset[str]) -> FakePlacement:
+        for url in self.urls:
+            if url.text not in tried:
+                placement = FakePlacement(url, plan, self.authorization, self.headers, self.route_headers)
+                self.placements.append(placement)
+                return placement
+        raise RouterError("no_worker", "no worker can take the request", retry_after_s=2)
+
+    def request_done(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+    def models(self) -> bytes:
+        return b'{"object":"list","data":[]}'
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    async def metrics(self) -> bytes:
+        return b"kv_router_up 1\n"
+
+    @property
+    def unfinished(self) -> list[FakePlacement]:
+        return [placement for placement in self.placements if len(placement.ends) != 1]
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        return [record.outcome for record in self.records]
+
+
+@dataclass
+class Bench:
+    """A listener in front of scripted workers."""
+
+    core: FakeCore
+    upstream: UpstreamClient
+    listener: PublicListener[bytes]
+    workers: list[ScriptedWorker]
+
+    @property
+    def port(self) -> int:
+        return self.listener.port
+
+    @property
+    def worker(self) -> ScriptedWorker:
+        return self.workers[0]
+
+
+@asynccontextmanager
+async def bench(
+    workers: int = 1, options: ListenerOptions | None = None, limits: UpstreamLimits | None = None
+) -> AsyncIterator[Bench]:
+    """Everything on free loopback ports; afterwards no placement may be left open and no connection leaked."""
+    scripted = [await ScriptedWorker().start() for _ in range(workers)]
+    core = FakeCore([worker.port for worker in scripted])
+    upstream = UpstreamClient(limits or UpstreamLimits(connect_s=2, idle_s=30))
+    listener = PublicListener(core, upstream, options or ListenerOptions(port=0))
+    await listener.start()
+    made = Bench(core, upstream, listener, scripted)
+    try:
+        yield made
+    finally:
+        await listener.close(0.0)
+        await upstream.close()
+        for worker in scripted:
+            await worker.close()
+    assert core.unfinished == []
+    assert listener.in_flight == 0
+    assert upstream.open_connections == 0

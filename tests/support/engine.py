@@ -1,0 +1,174 @@
+"""A scriptable engine for tests: real HTTP and real ZMQ publishers on loopback, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+from aiohttp import web
+
+HOST = "127.0.0.1"
+END_SEQ = b"\xff" * 8
+_bases = itertools.count(20000 + (time.time_ns() // 1000) % 8000, 16)
+
+
+async def eventually(predicate: Callable[[], Any], what: str, timeout_s: float = 8.0) -> Any:
+    """Polls until `predicate()` is true and returns its value; fails with `what` when it is not in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = predicate()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what} (last: {value!r})"
+        await asyncio.sleep(0.01)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` consecutive loopback ports that are free now; never the same twice in this process."""
+    for base in _bases:
+        if base + count > 32000:
+            break
+        sockets = []
+        try:
+            for port in range(base, base + count):
+                sockets.append(socket.socket())
+                sockets[-1].bind((HOST, port))
+        except OSError:
+            continue
+        finally:
+            for one in sockets:
+                one.close()
+        return base
+    raise RuntimeError("no free ports")
+
+
+def stored(hashes: Sequence[int], tokens: Sequence[int], width: int, parent: int | None = None) -> dict[str, Any]:
+    """A BlockStored as SGLang 0.5.23 sends it."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": width,
+        "lora_id": None,
+        "medium": "GPU",
+    }
+
+
+class FakeEngine:
+    """`info` (the /server_info body), and `statuses`, `bodies` and `delays` (s) by path may be changed at any time."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, dp_size: int = 1, block_size: int = 4) -> None:
+        self.port = free_ports(1)
+        self.url = f"http://{HOST}:{self.port}"
+        self.kv_base = free_ports(dp_size)
+        self.load_base = free_ports(dp_size)
+        self.dp_size = dp_size
+        self.statuses: dict[str, int] = {"/get_server_info": 404, "/version": 404}
+        self.bodies: dict[str, bytes] = {}
+        self.delays: dict[str, float] = {}
+        self.requests: list[tuple[str, str | None]] = []
+        """(path, Authorization) of every request."""
+        self.next_seq = [1] * dp_size
+        self.info: dict[str, Any] = {
+            "model_path": "/models/tiny",
+            "served_model_name": "tiny",
+            "version": "0.5.23",
+            "dp_size": dp_size,
+            "max_total_num_tokens": 1000,
+            "disaggregation_mode": "null",
+            "startup_time": {"tokenizer_e2e": 1.5},
+            "kv_events": {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": self.kv_base,
+                "topic": "",
+                "block_size": block_size,
+                "dp_size": dp_size,
+            },
+        }
+        self._context = context
+        self._publishers: dict[int, zmq.Socket[bytes]] = {}
+        self._subscriptions: dict[int, int] = {}
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        await self.start_http()
+        for rank in range(self.dp_size):
+            self.open_publisher(rank)
+
+    async def stop(self) -> None:
+        await self.stop_http()
+        for rank in list(self._publishers):
+            self.close_publisher(rank)
+
+    # ---- HTTP
+
+    async def start_http(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self.port, reuse_address=True).start()
+
+    async def stop_http(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def asked(self, path: str) -> int:
+        return sum(1 for seen, _ in self.requests if seen == path)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.requests.append((path, request.headers.get("Authorization")))
+        if path in self.delays:
+            await asyncio.sleep(self.delays[path])
+        status = self.statuses.get(path, 200)
+        body = self.bodies.get(path)
+        if body is None and path in ("/server_info", "/get_server_info"):
+            body = msgspec.json.encode(self.info)
+        headers = {"Location": "http://127.0.0.2:1/"} if 300 <= status < 400 else {}
+        return web.Response(status=status, body=body or b"", headers=headers)
+
+    # ---- events
+
+    def open_publisher(self, rank: int = 0, next_seq: int | None = None) -> None:
+        publisher = self._context.socket(zmq.XPUB)
+        publisher.linger = 0
+        publisher.setsockopt(zmq.XPUB_VERBOSER, 1)
+        publisher.bind(f"tcp://{HOST}:{self.kv_base + rank}")
+        self._publishers[rank], self._subscriptions[rank] = publisher, 0
+        if next_seq is not None:
+            self.next_seq[rank] = next_seq
+
+    def close_publisher(self, rank: int = 0) -> None:
+        self._publishers.pop(rank).close(0)
+
+    def subscriptions(self, rank: int = 0) -> int:
+        """Subscriptions minus unsubscriptions this publisher has seen since it was opened."""
+        publisher = self._publishers[rank]
+        while publisher.poll(0):
+            self._subscriptions[rank] += 1 if publisher.recv(zmq.NOBLOCK)[:1] == b"\x01" else -1
+        return self._subscriptions[rank]
+
+    async def listened(self, rank: int = 0) -> None:
+        """Returns once somebody is subscribed to this rank."""
+        await eventually(lambda: self.subscriptions(rank) > 0, f"a subscription to rank {rank}")
+
+    def publish(self, *events: dict[str, Any], rank: int = 0, says_rank: int | None = None) -> None:
+        """One batch. `says_rank` is the rank it names, if not its own."""
+        payload = msgspec.msgpack.encode([time.time(), list(events), rank if says_rank is None else says_rank])
+        self.publish_raw(payload, rank=rank)
+
+    def publish_raw(self, payload: bytes, rank: int = 0) -> None:
+        seq = self.next_seq[rank]
+        self.next_seq[rank] = seq + 1
+        topic = self.info["kv_events"]["topic"].encode()
+        self._publishers[rank].send_multipart([topic, seq.to_bytes(8, "big"), payload])
