@@ -14,6 +14,8 @@ from router.prompt.models import ModelFacts
 TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_CONNECTIONS_PER_ENGINE = 16
+NOT_SERVED = (401, 403, 404, 405)
+"""Statuses that are about the route or the key, not about the prompt: the asking pauses instead."""
 
 
 class EngineAsk:
@@ -35,7 +37,8 @@ class EngineAsk:
         )
 
     async def __call__(self, model: ModelFacts, path: str, body: bytes) -> bytes:
-        """The answer's body. Raises AskRefused for a 4xx, OSError or aiohttp.ClientError when there is no answer."""
+        """The answer's body. Raises AskRefused when the engine refuses the prompt, and OSError or aiohttp.ClientError
+        when it does not answer."""
         worker = self._worker(model)
         headers = {"Content-Type": "application/json"}
         if worker.authorization is not None:
@@ -43,7 +46,7 @@ class EngineAsk:
         async with self._session.post(
             worker.url.text + path, data=body, headers=headers, allow_redirects=False
         ) as answer:
-            if 400 <= answer.status < 500:
+            if 400 <= answer.status < 500 and answer.status not in NOT_SERVED:
                 raise AskRefused(f"{answer.status} from {path}")
             if answer.status != 200:
                 raise ConnectionError(f"{answer.status} from {path}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+import resource
 import signal
 import ssl
 import time
@@ -36,6 +37,7 @@ from router.proxy.upstream import UpstreamClient, UpstreamLimits
 log = logging.getLogger("router")
 
 ADMIN_SHUTDOWN_S = 1.0
+MAX_ZMQ_SOCKETS = 65_536
 
 
 class Service:
@@ -43,7 +45,7 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = _zmq_context()
         self._tls = _worker_tls(config)
         self._session = probe_session(self._tls)
         clock = time.monotonic
@@ -108,6 +110,7 @@ class Service:
                 self.fleet.remove(name)
         for settings in config.workers:
             self.fleet.add(settings)
+        self.fleet.set_worker_api_key(config.worker_api_key)
         self.listener.set_api_keys([key.reveal() for key in config.api_keys])
         self._config = config
         self._admin.config = config
@@ -122,6 +125,19 @@ class Service:
         await self._upstream.close()
         await self._session.close()
         self._context.destroy(linger=0)
+
+
+def _zmq_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """libzmq allows 1,023 sockets by default; a rank has up to four (events, monitor, replay, load)."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
+    return context
+
+
+def _raise_file_limit() -> None:
+    """Streams and connections each take a descriptor: up to what the system allows this process."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _worker_tls(config: Config) -> ssl.SSLContext | None:
@@ -179,6 +195,7 @@ def serve(
     overrides = Overrides(workers=tuple(workers), host=host, port=port, admin_port=admin_port)
     config = load_config(path, overrides)
     set_up(config.log.format, config.log.level)
+    _raise_file_limit()
 
     def reread() -> Config:
         return load_config(path, overrides)

@@ -1,4 +1,4 @@
-"""`bench index`: what an event, a removal, a lookup and a block cost, measured in this process on one core.
+"""`bench index`: what an event, a removal, a lookup and a block cost one core (this process's CPU time).
 
 Events are SGLang 0.5.23's map form, 16 blocks of 16 tokens each, hashes random as real ones are; they pass through the
 decoder and the ledger into the index, so the numbers are those of the serving path without its socket.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ _encoder = msgspec.msgpack.Encoder()
 def run(blocks: int, ranks: int) -> dict[str, Any]:
     """Fill an index with `blocks` blocks spread over `ranks` ranks of one worker, then look up and remove.
 
-    Returns interface.md's `bench index` object. `ingest_events_per_s` is that of one event a message, the form a loaded
+    Returns the `bench index` object that `--json` writes. `ingest_events_per_s` is that of one event a message, the form a loaded
     engine sends; `…_by_batch` has it for 8 a message too. Times are medians; `bytes_per_block` is growth of this
     process's resident memory. Raises ValueError for numbers that leave nothing to measure.
     """
@@ -128,7 +129,7 @@ class _Fleet:
         return [self.random.getrandbits(64) - 2**63 for _ in range(count)]
 
     def lookups(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Median µs of a prefix lookup, when all ranks hold the whole chain, and when each lacks one block somewhere."""
+        """Median µs of a lookup: all ranks hold the whole chain; all but one lack one block somewhere."""
         whole, holed = {}, {}
         for blocks in LOOKUP_BLOCKS:
             chain = self._hashes(blocks)
@@ -183,17 +184,17 @@ def _message(events: list[dict[str, Any]]) -> bytes:
 
 def _timed(messages: Iterable[tuple[RankLedger, bytes]]) -> float:
     decode: Callable[[bytes], EventBatch] = decode_batch
-    start = time.perf_counter()
+    start = time.process_time()
     for ledger, payload in messages:
         ledger.apply(decode(payload))
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def _repeat(call: Callable[[], object], times: int) -> Iterator[float]:
     for _ in range(times):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        yield time.perf_counter() - start
+        yield time.process_time() - start
 
 
 def _resident_bytes() -> int:
@@ -201,10 +202,6 @@ def _resident_bytes() -> int:
     gc.collect()
     try:
         with open("/proc/self/statm") as file:
-            import resource
-
             return int(file.read().split()[1]) * resource.getpagesize()
     except OSError:
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,10 +11,10 @@ A `Raw` is a view: it keeps the whole payload alive. Whoever stores an event for
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from array import array
 from enum import IntEnum
+from math import isfinite
 from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, Raw, Struct, ValidationError
@@ -45,12 +45,13 @@ class Tier(IntEnum):
     EXTERNAL = 3
 
 
-_TIERS = {tier.name: tier for tier in Tier} | {"CPU": Tier.CPU_PINNED, "STORAGE": Tier.DISK}
+_TIERS: dict[str | None, Tier] = {tier.name: tier for tier in Tier}
+_TIERS |= {None: Tier.GPU, "CPU": Tier.CPU_PINNED, "STORAGE": Tier.DISK}
 
 
 def tier_of(medium: str | None) -> Tier | None:
     """The tier of a `medium` field, vLLM's names included. Absent is GPU, as on a store; None: a name nobody knows."""
-    return Tier.GPU if medium is None else _TIERS.get(medium)
+    return _TIERS.get(medium)
 
 
 _Signed = Annotated[int, Meta(le=2**63 - 1)]
@@ -203,27 +204,29 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"event message of {len(payload)} bytes; at most {MAX_FRAME_BYTES} are read")
     try:
-        return _decode_uniform(payload)
+        if not _first_event_is_array(payload):
+            maps = _map_batch.decode(payload)
+            return EventBatch(maps.ts if isfinite(maps.ts) else 0.0, maps.events, maps.rank)
     except ValidationError:
-        pass  # not all events are of one form: decide for each
+        pass  # other hash types, or not all events of one form
     except _BAD_BYTES as error:
         raise WireError(f"event message is not readable msgpack: {error}") from None
     try:
-        return _decode_mixed(payload)
+        return _decode_other(payload)
     except _BAD_BYTES as error:
         raise WireError(f"event message is not an event batch: {error}") from None
 
 
-def _decode_uniform(payload: bytes | memoryview) -> EventBatch:
-    if _first_event_is_array(payload):
-        arrays = _array_batch.decode(payload)
-        return EventBatch(_finite(arrays.ts), [_canonical(event) for event in arrays.events], arrays.rank)
+def _decode_other(payload: bytes | memoryview) -> EventBatch:
+    """All arrays, or maps with any hash type; failing that, each event on its own."""
+    decoder: Decoder[_ArrayBatch] | Decoder[_WideBatch]
+    decoder = _array_batch if _first_event_is_array(payload) else _wide_batch
     try:
-        maps = _map_batch.decode(payload)
-    except ValidationError:
-        wide = _wide_batch.decode(payload)
-        return EventBatch(_finite(wide.ts), [_canonical(event) for event in wide.events], wide.rank)
-    return EventBatch(_finite(maps.ts), maps.events, maps.rank)
+        batch = decoder.decode(payload)
+        events = [_canonical(event) for event in batch.events]
+    except (ValidationError, ValueError):
+        return _decode_mixed(payload)
+    return EventBatch(batch.ts if isfinite(batch.ts) else 0.0, events, batch.rank)
 
 
 def _first_event_is_array(payload: bytes | memoryview) -> bool:
@@ -234,10 +237,6 @@ def _first_event_is_array(payload: bytes | memoryview) -> bool:
         and 0x91 <= payload[10] <= 0x9F
         and (payload[11] & 0xF0 == 0x90 or payload[11] == 0xDC)
     )
-
-
-def _finite(ts: float) -> float:
-    return ts if math.isfinite(ts) else 0.0
 
 
 def _key(value: int | bytes) -> int:
@@ -275,7 +274,8 @@ def _canonical(
 def _decode_mixed(payload: bytes | memoryview) -> EventBatch:
     outer = _loose_batch.decode(payload)
     rank = _optional(_int, outer.rank)
-    batch = EventBatch(_finite(_optional(_float, outer.ts) or 0.0), [], rank)
+    ts: float = _optional(_float, outer.ts) or 0.0
+    batch = EventBatch(ts if isfinite(ts) else 0.0, [], rank)
     for raw in outer.events:
         tag = ""
         try:
@@ -343,10 +343,10 @@ def token_units(raw: Raw) -> tuple[int, bool]:
     """(entries in `token_ids`, whether they are pairs), from the first bytes alone. (-1, False): not an array."""
     view = memoryview(raw)
     lead = view[0] if len(view) else 0xC0
-    if lead & 0xF0 == 0x90:
-        count, start = lead & 0x0F, 1
-    elif lead == 0xDC and len(view) >= 3:
+    if lead == 0xDC and len(view) >= 3:
         count, start = (view[1] << 8) | view[2], 3
+    elif lead & 0xF0 == 0x90:
+        count, start = lead & 0x0F, 1
     elif lead == 0xDD and len(view) >= 5:
         count, start = int.from_bytes(view[1:5], "big"), 5
     else:

@@ -13,7 +13,7 @@ import msgspec
 from router.demo.oracle import UnboundedCache
 from router.demo.processes import PAGE_TOKENS, Fleet
 from router.demo.stats import PhaseStats
-from router.demo.workload import Conversation, Lane
+from router.demo.workload import Conversation, User
 from router.engine.options import TINY_MODEL
 from router.hashing import TokenIds
 from router.prompt.body import parse_body
@@ -63,46 +63,44 @@ def _never() -> Any:
     raise AssertionError("the shipped template reads no clock")
 
 
-async def run_phase(
-    fleet: Fleet, lanes: Sequence[Lane], duration_s: float, stats: PhaseStats, show: Callable[[], None]
-) -> None:
-    """Drives every lane until `duration_s` is over; a turn begun before that is finished and counted."""
+async def run_phase(fleet: Fleet, users: Sequence[User], stats: PhaseStats, show: Callable[[], None]) -> None:
+    """Plays the whole schedule."""
     oracle, tokens = UnboundedCache(PAGE_TOKENS), Tokens()
-    end = time.monotonic() + duration_s
-    users = [asyncio.create_task(_user(fleet, lane, end, stats, oracle, tokens)) for lane in lanes]
+    started_s = time.monotonic()
+    tasks = [asyncio.create_task(_user(fleet, user, started_s, stats, oracle, tokens)) for user in users]
     try:
-        while any(not user.done() for user in users):
+        while any(not task.done() for task in tasks):
             fleet.check()
             stats.ideal_hit_rate = oracle.hit_rate
             show()
-            await asyncio.wait(users, timeout=SHOW_EVERY_S)
-        for user in users:
-            user.result()
+            await asyncio.wait(tasks, timeout=SHOW_EVERY_S)
+        for task in tasks:
+            task.result()
     finally:
-        for user in users:
-            user.cancel()
+        for task in tasks:
+            task.cancel()
     stats.ideal_hit_rate = oracle.hit_rate
 
 
 async def _user(
-    fleet: Fleet, lane: Lane, end: float, stats: PhaseStats, oracle: UnboundedCache, tokens: Tokens
+    fleet: Fleet, user: User, started_s: float, stats: PhaseStats, oracle: UnboundedCache, tokens: Tokens
 ) -> None:
-    for conversation in lane.conversations:
-        await asyncio.sleep(conversation.start_s)
-        await _talk(fleet, conversation, end, stats, oracle, tokens)
-        if time.monotonic() >= end:
-            return
+    for conversation in user.conversations:
+        await _talk(fleet, conversation, started_s, stats, oracle, tokens)
 
 
 async def _talk(
-    fleet: Fleet, conversation: Conversation, end: float, stats: PhaseStats, oracle: UnboundedCache, tokens: Tokens
+    fleet: Fleet,
+    conversation: Conversation,
+    started_s: float,
+    stats: PhaseStats,
+    oracle: UnboundedCache,
+    tokens: Tokens,
 ) -> None:
     messages: list[dict[str, str]] = [{"role": "system", "content": conversation.system}]
     continued_tokens = 0
     for turn in conversation.turns:
-        await asyncio.sleep(turn.think_s)
-        if time.monotonic() >= end:
-            return
+        await asyncio.sleep(max(0.0, started_s + turn.at_s - time.monotonic()))
         messages.append({"role": "user", "content": turn.message})
         body = msgspec.json.encode(
             {

@@ -16,7 +16,7 @@ import aiohttp
 import yaml
 
 PAGE_TOKENS = 16
-CACHE_TOKENS = 18_000
+CACHE_TOKENS = 22_000
 """KV capacity of one engine: its own share of the conversations fits, everybody's does not."""
 PREFILL_TOKENS_PER_S = 4_000
 DECODE_MS = 8
@@ -97,6 +97,7 @@ class Fleet:
         config = {
             "listen": {"host": "127.0.0.1", "port": 0},
             "admin": {"host": "127.0.0.1", "port": 0, "expose_routing_headers": True},
+            "timeouts": {"drain_s": 0, "grace_s": 1},
             "policy": {"name": self._policy, "prefill_tokens_per_s": PREFILL_TOKENS_PER_S},
             "workers": [{"url": url} for url in urls],
         }

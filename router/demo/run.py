@@ -38,9 +38,9 @@ def demo(*, duration_s: float, engines: int, seed: int, json_path: Path | None) 
 
 async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | None) -> int:
     console = Console()
-    lanes = make_workload(engines, duration_s, seed)
+    users = make_workload(engines, duration_s, seed)
     console.print(
-        f"{engines} simulated engines, {len(lanes)} users in multi-turn chats under shared system prompts, "
+        f"{engines} simulated engines, {len(users)} users in multi-turn chats under shared system prompts, "
         f"{duration_s:g} s a policy, seed {seed}. No GPU, no download."
     )
     phases = {policy: PhaseStats(policy) for policy in POLICIES}
@@ -52,7 +52,7 @@ async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | No
                 def show(stats: PhaseStats = stats, fleet: Fleet = fleet, started: float = started) -> None:
                     live.update(progress_table(phases.values(), stats, time.monotonic() - started, duration_s, fleet))
 
-                await run_phase(fleet, lanes, duration_s, stats, show)
+                await run_phase(fleet, users, stats, show)
                 stats.predicted_cached_tokens = await fleet.counter("kv_router_predicted_cached_tokens_total")
     kv, round_robin = phases["kv"], phases["round_robin"]
     console.print(result_table(kv, round_robin))

@@ -43,6 +43,7 @@ class Answer:
                 namespace=sequence.namespace,
                 max_new_tokens=call.max_new_tokens,
                 sample=codec.answer(sequence.ids, sequence.choice % call.copies),
+                session_id=sequence.session_id,
                 progressed=self._notifier(sequence.choice),
             )
             for sequence in call.sequences
@@ -63,14 +64,14 @@ class Answer:
             self.close()
             raise BadRequest(str(error)) from None
 
-    def abort(self, rid_prefix: str | None) -> None:
-        """Stop the sequences whose rid starts with `rid_prefix`; None stops all."""
+    def abort(self, rid_prefix: str) -> None:
+        """Stop the sequences whose rid starts with `rid_prefix`; "" stops all."""
         for request, rank in self._submitted:
-            if request.finish is None and request.rid.startswith(rid_prefix or ""):
+            if request.finish is None and request.rid.startswith(rid_prefix):
                 rank.abort(request)
 
     def close(self) -> None:
-        self.abort(None)
+        self.abort("")
         self.closed.set()
 
     async def whole(self) -> web.Response:

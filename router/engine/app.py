@@ -136,14 +136,14 @@ class SimulatedEngine:
     def _bind(self, kind: int, base: int | None, backlog: int) -> list[zmq.asyncio.Socket]:
         if base is None:
             return []
-        host = "*" if self.options.host in ("0.0.0.0", "::") else self.options.host
-        sockets = bind_range(self._context, kind, host, base, self.options.dp_size, send_limit=backlog)
+        sockets = bind_range(self._context, kind, self.options.host, base, self.options.dp_size, send_limit=backlog)
         self._sockets += sockets
         return sockets
 
     def _application(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_detail_errors])
-        app.router.add_get("/health", self._health)
+        for path in ("/health", "/health_generate", "/ping"):
+            app.router.add_get(path, self._health)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/get_server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
@@ -207,8 +207,9 @@ class SimulatedEngine:
             return _refusal(request.path, error)
         rid = body.get("rid")
         everything = body.get("abort_all") is True
-        for answer in list(self._answers):
-            answer.abort(None if everything else rid if isinstance(rid, str) and rid else "\0")
+        if everything or (isinstance(rid, str) and rid):
+            for answer in list(self._answers):
+                answer.abort("" if everything else str(rid))
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -34,6 +34,7 @@ class Sequence:
     rid: str
     ids: TokenIds
     namespace: Namespace
+    session_id: str | None
     choice: int
 
 
@@ -84,6 +85,7 @@ def read_call(path: str, raw: bytes, headers: Mapping[str, str], options: Engine
         raise BadRequest(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
     for ids in prompts:
         _check_length(token_count(ids), max_new_tokens, limit is not None, options.context_length)
+    session_id = body["session_id"] if isinstance(body.get("session_id"), str) else None
     rid, rids = _rids(body, len(prompts), copies)
     stream_options = body.get("stream_options")
     stream_options = stream_options if isinstance(stream_options, dict) else {}
@@ -92,7 +94,7 @@ def read_call(path: str, raw: bytes, headers: Mapping[str, str], options: Engine
         rid=rid,
         model=body["model"] if isinstance(body.get("model"), str) else "default",
         sequences=[
-            Sequence(rids[i], prompts[i // copies], _namespace(body, i // copies, options), i)
+            Sequence(rids[i], prompts[i // copies], _namespace(body, i // copies, options), session_id, i)
             for i in range(len(prompts) * copies)
         ],
         batched=batched or copies > 1,

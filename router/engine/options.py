@@ -103,7 +103,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-scale", type=float, default=default.time_scale, help="real seconds a modelled second")
     timing = default.timing
     parser.add_argument("--prefill-tokens-per-s", type=float, default=timing.prefill_tokens_per_s)
-    parser.add_argument("--decode-ms", type=float, default=timing.decode_step_s * 1e3, help="one decode step")
+    parser.add_argument(
+        "--decode-ms",
+        type=float,
+        default=timing.decode_step_s * 1e3,
+        help="a decode step's compute; each step costs 3 ms more",
+    )
     parser.add_argument("--chunk-tokens", type=int, default=timing.chunk_tokens, help="prefill tokens a step")
     parser.add_argument("--max-running", type=int, default=timing.max_running, help="requests at a time, a rank")
 

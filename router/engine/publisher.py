@@ -26,6 +26,7 @@ def bind_range(
 
     `send_limit` messages wait for a slow reader; more are dropped (PUB and ROUTER never block).
     """
+    address = f"[{host}]" if ":" in host else host
     for _ in range(_PORT_TRIES if base == 0 else 1):
         sockets: list[zmq.asyncio.Socket] = []
         try:
@@ -34,14 +35,15 @@ def bind_range(
                 sockets.append(socket)
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, send_limit)
+                socket.setsockopt(zmq.IPV6, ":" in host)
                 port = base + offset if base else (port_of(sockets[0]) + offset if offset else 0)
-                socket.bind(f"tcp://{host}:{port or '*'}")
+                socket.bind(f"tcp://{address}:{port or '*'}")
             return sockets
         except zmq.ZMQError as error:
             for socket in sockets:
                 socket.close()
             if base or error.errno != zmq.EADDRINUSE:
-                raise OSError(f"cannot bind tcp://{host}:{base} … {base + count - 1}: {error}") from error
+                raise OSError(f"cannot bind tcp://{address}:{base} … {base + count - 1}: {error}") from error
     raise OSError(f"no {count} consecutive free ports on {host}")
 
 

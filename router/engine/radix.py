@@ -22,6 +22,7 @@ class Stored:
     first_page: int
     namespace: Namespace
     ids: TokenIds
+    session_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -123,11 +124,12 @@ class RadixCache:
             node = child if common == len(child.keys) else None
         return pages
 
-    def insert(self, namespace: Namespace, keys: Sequence[int], ids: TokenIds) -> Match:
+    def insert(self, namespace: Namespace, keys: Sequence[int], ids: TokenIds, session_id: str | None = None) -> Match:
         """Make the chain `keys` (pages of `ids`) resident. The pages it adds come out of the private ones.
 
         Returns the node that ends the chain and how many leading pages were resident already: those the caller still
-        holds privately are duplicates, to be released. RuntimeError when too few pages had been allocated.
+        holds privately are duplicates, to be released. `session_id` only labels the event.
+        RuntimeError when too few pages had been allocated.
         """
         found = self.match(namespace, keys)
         if found.pages == len(keys):
@@ -142,7 +144,7 @@ class RadixCache:
         found.node.children[new[0]] = leaf
         self._queue_leaf(leaf)
         parent_key = found.node.keys[-1] if found.node.keys else None
-        self._events.append(Stored(new, parent_key, found.pages, namespace, ids))
+        self._events.append(Stored(new, parent_key, found.pages, namespace, ids, session_id))
         return Match(leaf, found.pages)
 
     def allocate(self, pages: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine
 
@@ -11,6 +12,7 @@ from router.engine.scheduler import Request, Scheduler
 from router.engine.wire import PageHasher, encode_batch
 
 LOAD_HEARTBEAT_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 class Rank:
@@ -45,6 +47,8 @@ class Rank:
         if self._events is not None:
             jobs.append(self._events.serve_replay())
         self._tasks = [asyncio.create_task(job) for job in jobs]
+        for task in self._tasks:
+            task.add_done_callback(_say_why)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -101,3 +105,9 @@ class Rank:
     def _report_load(self) -> None:
         if self._load is not None:
             self._load.report(self.scheduler.load())
+
+
+def _say_why(task: asyncio.Task[None]) -> None:
+    """A rank's jobs never end by themselves: one that does has found a fault in this program."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a simulated rank stopped", exc_info=error)

@@ -32,6 +32,7 @@ class Request:
     namespace: Namespace
     max_new_tokens: int
     sample: Callable[[int], int]
+    session_id: str | None = None
     progressed: Callable[[Request], None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -54,7 +55,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The positions of a LoadStat after its name and without the rank (engine contract, section 4)."""
+    """The positions of a LoadStat after its name and without the rank (engine contract, section 4).
+
+    What waits counts as uncached by what was resident when it came.
+    """
 
     running: int
     waiting: int
@@ -209,10 +213,11 @@ class Scheduler:
             self._take(request, 1)
 
     def _finish(self, request: Request, reason: Literal["length", "abort"], now_s: float) -> None:
-        if len(request.output) > 1:
-            ids = request.ids + pack_ids(request.output[:-1])
-            if self._hasher.full_pages(token_count(ids)) > request.tree_pages:
-                self._make_resident(request, self._hasher.keys(ids, request.namespace), ids)
+        ids = request.ids + pack_ids(request.output[:-1])
+        if request.output and self._hasher.full_pages(token_count(ids)) > request.tree_pages:
+            self._make_resident(request, self._hasher.keys(ids, request.namespace), ids)
+        else:
+            self.cache.match(request.namespace, request.keys[: request.tree_pages])  # its prefix was used until now
         self.cache.release(request.own_pages)
         self._promised_pages -= request.promised_pages
         assert request.node is not None
@@ -224,7 +229,7 @@ class Scheduler:
         """Hand the request's own full pages to the tree; pages another request put there meanwhile are freed."""
         if len(keys) <= request.tree_pages:
             return
-        found = self.cache.insert(request.namespace, keys, ids)
+        found = self.cache.insert(request.namespace, keys, ids, request.session_id)
         self.cache.release(found.pages - request.tree_pages)
         request.own_pages -= len(keys) - request.tree_pages
         assert request.node is not None

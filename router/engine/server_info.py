@@ -82,7 +82,12 @@ def server_info(options: EngineOptions, ports: BoundPorts, startup: dict[str, An
         "kv_events_format": options.format,
     }
     memory = {"token_capacity": capacity_tokens}
-    state = {**arguments, "startup_time": startup, "memory_usage": memory, "last_gen_throughput": 0.0}
+    state = {
+        **arguments,
+        "startup_time": startup,
+        "memory_usage": memory,
+        "effective_max_running_requests_per_dp": options.timing.max_running,
+    }
     return {
         **arguments,
         "status": "ready",

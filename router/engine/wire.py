@@ -64,6 +64,8 @@ def _event(event: CacheEvent, scheme: Scheme) -> dict[str, object]:
     }
     if event.namespace.cache_salt is not None:
         body["cache_salt"] = event.namespace.cache_salt
+    if event.session_id is not None:
+        body["session_id"] = event.session_id
     if event.namespace.lora_name is not None:
         body["lora_name"] = event.namespace.lora_name
     return body

@@ -59,7 +59,8 @@ class Incarnations:
         self.end(worker)
         worker.incarnation += 1
         worker.descriptor = descriptor
-        worker.health.reborn()
+        if worker.incarnation > 1 or worker.health.down:
+            worker.health.reborn()
         log.info("%s: incarnation %d (%s)", worker.url, worker.incarnation, change)
         if descriptor is None:
             log.warning("%s: routed by load only: %s", worker.url, problem)
@@ -128,8 +129,9 @@ def _change(worker: Worker, info: ServerInfo, descriptor: Descriptor | None) -> 
         return "the KV event descriptor changed"
     if _model(info) != _model(old):
         return "the model changed"
-    # vLLM gives no startup_time. Health was lost; only a stream that went on since then shows the same process.
-    if not info.startup_fingerprint and worker.stale and not worker.heard_since_loss():
+    # vLLM gives no startup_time. Health was lost and is back; only a stream that went on shows the same process.
+    back = worker.stale and worker.health.passing
+    if back and not info.startup_fingerprint and not worker.heard_since_loss():
         return "health was lost, and nothing shows that this is still the same process"
     return None
 

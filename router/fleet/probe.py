@@ -51,7 +51,7 @@ class Prober:
         *,
         rng: random.Random,
         on_info: Callable[[ServerInfo], None],
-        on_look: Callable[[], None],
+        on_look: Callable[[], object],
     ) -> None:
         self._worker = worker
         self._session = session
@@ -139,5 +139,10 @@ class Prober:
             # Not in use yet: what it says now may be about to change (a restart shows here first).
             return self._info_retry.next_s()
         self._info_retry.reset()
-        # Never later than the interval, so that a restart which only shows here is noticed within 12 s by default.
-        return self._config.info_interval_s * self._rng.uniform(0.7, 1.0)
+        return info_wait_s(self._config.info_interval_s, self._rng)
+
+
+def info_wait_s(interval_s: float, rng: random.Random) -> float:
+    """Spread, but never over the interval: a restart that shows only in /server_info is to be noticed within 12 s by
+    default (interface.md), the answer's own time included."""
+    return interval_s * rng.uniform(0.7, 1.0)

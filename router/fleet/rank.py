@@ -94,8 +94,8 @@ class Rank:
     def trusted(self) -> bool:
         """May earn cache credit. A rank that may not is still served by load.
 
-        A degraded ledger is shown but not distrusted: one unreadable event would cost the rank all credit until the next
-        clear, which engines hardly ever send; a removal missed over-credits its few blocks.
+        A degraded ledger is shown but not distrusted: one unreadable event would cost the rank all credit until the
+        next clear, which engines hardly ever send; a removal missed over-credits its few blocks.
         """
         return self.state == "live" and not self.dead
 

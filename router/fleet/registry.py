@@ -25,6 +25,7 @@ log = logging.getLogger("router.fleet")
 
 MAX_REMEMBERED_MODELS = 1024
 """Names of removed workers' models, kept to tell "down" (503) from "never heard of" (404)."""
+CONNECTION_FAULTS = frozenset({"connect", "reset", "timeout", "protocol"})
 SWEEP_BLOCKS = 20_000
 """Blocks of cleared or removed ranks that are given back in one turn of the event loop."""
 SWEEP_EVERY_S = 0.5
@@ -178,11 +179,15 @@ class Fleet:
     # ---- what requests met
 
     def fault(self, worker: Worker, kind: str) -> None:
-        """A request could not be sent to the worker, or its connection broke before the answer (not a 4xx, case 89).
+        """A request met a fault (router.proxy.plan.Fault) of the worker.
 
-        Two in a row take it out at once; it is back as soon as /health and /server_info answer.
+        Two in a row that broke the connection take it out at once; it is back when /health and /server_info answered. A
+        5xx is an answer: a client that knows how to get one must not be able to take workers out (case 89).
         """
         if worker.removed:
+            return
+        if kind not in CONNECTION_FAULTS:
+            worker.health.served()
             return
         worker.health.fault(kind)
         if worker.health.down:

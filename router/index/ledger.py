@@ -24,7 +24,7 @@ from router.contract.events import (
 from router.hashing import sglang_chain, xxh3_chain, xxh3_root
 from router.index.names import Names, foreign_root, is_root, namespace_of
 from router.index.prefix import PrefixIndex
-from router.index.scheme import Finding, WorkerScheme
+from router.index.scheme import MAX_WIDTH, Finding, WorkerScheme
 
 __all__ = ["Finding", "LedgerCounters", "RankLedger", "WorkerScheme"]
 
@@ -119,11 +119,12 @@ class RankLedger:
         for event in batch.events:
             if type(event) is BlockStored:
                 counters.stored += 1
-                if self._is_prefix_store(event):
-                    if self._worker.is_width_settled:
-                        self._store(event)
-                    else:
-                        self._weigh(event)
+                if event.kv_cache_spec_kind not in _PREFIX_GROUPS:
+                    self._leave_out(event)
+                elif self._worker.is_width_settled:
+                    self._store(event)
+                else:
+                    self._weigh(event)
             elif type(event) is BlockRemoved:
                 counters.removed += 1
                 counters.removed_blocks += len(event.block_hashes)
@@ -170,7 +171,8 @@ class RankLedger:
         """A store while the width is open (settled rule 7)."""
         worker = self._worker
         width = event.block_size
-        if not 1 <= width <= 65_536 or token_units(event.token_ids)[0] != width * len(event.block_hashes):
+        units = token_units(event.token_ids)[0]
+        if not 1 <= width <= MAX_WIDTH or units < 1 or units != width * len(event.block_hashes):
             self.counters.odd_widths += 1
             return
         if width != worker.advertised_width:
@@ -192,14 +194,12 @@ class RankLedger:
         elif isinstance(event, BlockRemoved):
             self._remove(event)
 
-    def _is_prefix_store(self, event: BlockStored) -> bool:
-        if event.kv_cache_spec_kind not in _PREFIX_GROUPS:
-            # vllm#51614: its blocks are not the prefix's, and its removals must not take those.
-            self.counters.other_groups += 1
-            if event.group_idx is not None and len(self._other_groups) < 256:
-                self._other_groups.add(event.group_idx)
-            return False
-        return True
+    def _leave_out(self, event: BlockStored) -> None:
+        """A store of another cache group (vllm#51614): its blocks are not the prefix's, and its removals must not take
+        those."""
+        self.counters.other_groups += 1
+        if event.group_idx is not None and len(self._other_groups) < 256:
+            self._other_groups.add(event.group_idx)
 
     def _store(self, event: BlockStored, *, checked: bool = False) -> None:
         worker = self._worker
@@ -233,14 +233,9 @@ class RankLedger:
             parent = None if parent is None else parent ^ _ADAPTER_BITS
         if parent is not None and not self._index.holds(self._slot, parent):
             self.counters.orphans += 1
-        self._place(tier, keys)
-
-    def _place(self, tier: Tier, keys: Sequence[int]) -> int:
-        """Blocks placed: all but those a cap refused, which are the last ones."""
         refused = self._index.store(self._slot, tier, keys)
         self.counters.stored_blocks += len(keys) - refused
         self.counters.refused_blocks += refused
-        return len(keys) - refused
 
     def _remove(self, event: BlockRemoved) -> None:
         if self._journal is not None and not self._journal.add(event):
@@ -306,8 +301,10 @@ class RankLedger:
             return
         names = self._names
         pairs = [(name, key) for name, key in zip(event.block_hashes, keys, strict=True) if names.add(name, key)]
-        placed = self._place(tier, [key for _, key in pairs])
-        for name, key in pairs[placed:]:
+        refused = self._index.store(self._slot, tier, [key for _, key in pairs])
+        self.counters.stored_blocks += len(pairs) - refused
+        self.counters.refused_blocks += refused
+        for name, key in pairs[len(pairs) - refused :]:  # the caps refuse the last ones
             if not self._index.holds(self._slot, key):
                 names.forget(name, [k for _, known in names.all((name,)) for k in known if k != key])
 

@@ -14,44 +14,46 @@ from router.errors import RouterError
 MAX_COPIES = 4096
 MAX_NEW_TOKENS = 2**31
 
+ABSENT = msgspec.Raw()
+
 _Value = TypeVar("_Value")
 
 
 class Fields(msgspec.Struct, gc=False):
-    """Known top-level keys as raw JSON. An empty `Raw` means the key is absent; a repeated key keeps its last value."""
+    """Known top-level keys as raw JSON, ABSENT where the key is not there; a repeated key keeps its last value."""
 
-    model: msgspec.Raw = msgspec.Raw()
-    stream: msgspec.Raw = msgspec.Raw()
-    stream_options: msgspec.Raw = msgspec.Raw()
-    n: msgspec.Raw = msgspec.Raw()
-    max_tokens: msgspec.Raw = msgspec.Raw()
-    max_completion_tokens: msgspec.Raw = msgspec.Raw()
-    sampling_params: msgspec.Raw = msgspec.Raw()
-    cache_salt: msgspec.Raw = msgspec.Raw()
-    extra_key: msgspec.Raw = msgspec.Raw()
-    lora_path: msgspec.Raw = msgspec.Raw()
-    rid: msgspec.Raw = msgspec.Raw()
-    session_id: msgspec.Raw = msgspec.Raw()
-    routed_dp_rank: msgspec.Raw = msgspec.Raw()
-    data_parallel_rank: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
-    input_ids: msgspec.Raw = msgspec.Raw()
-    input_embeds: msgspec.Raw = msgspec.Raw()
-    image_data: msgspec.Raw = msgspec.Raw()
-    video_data: msgspec.Raw = msgspec.Raw()
-    audio_data: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
-    chat_template: msgspec.Raw = msgspec.Raw()
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
-    reasoning: msgspec.Raw = msgspec.Raw()
-    reasoning_effort: msgspec.Raw = msgspec.Raw()
-    continue_final_message: msgspec.Raw = msgspec.Raw()
-    add_generation_prompt: msgspec.Raw = msgspec.Raw()
-    add_special_tokens: msgspec.Raw = msgspec.Raw()
-    documents: msgspec.Raw = msgspec.Raw()
+    model: msgspec.Raw = ABSENT
+    stream: msgspec.Raw = ABSENT
+    stream_options: msgspec.Raw = ABSENT
+    n: msgspec.Raw = ABSENT
+    max_tokens: msgspec.Raw = ABSENT
+    max_completion_tokens: msgspec.Raw = ABSENT
+    sampling_params: msgspec.Raw = ABSENT
+    cache_salt: msgspec.Raw = ABSENT
+    extra_key: msgspec.Raw = ABSENT
+    lora_path: msgspec.Raw = ABSENT
+    rid: msgspec.Raw = ABSENT
+    session_id: msgspec.Raw = ABSENT
+    routed_dp_rank: msgspec.Raw = ABSENT
+    data_parallel_rank: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    input_embeds: msgspec.Raw = ABSENT
+    image_data: msgspec.Raw = ABSENT
+    video_data: msgspec.Raw = ABSENT
+    audio_data: msgspec.Raw = ABSENT
+    messages: msgspec.Raw = ABSENT
+    tools: msgspec.Raw = ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    chat_template_kwargs: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    reasoning_effort: msgspec.Raw = ABSENT
+    continue_final_message: msgspec.Raw = ABSENT
+    add_generation_prompt: msgspec.Raw = ABSENT
+    add_special_tokens: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
 
 
 class _StreamOptions(msgspec.Struct, gc=False):
@@ -91,12 +93,14 @@ class RequestBody:
 
 def present(raw: msgspec.Raw) -> bool:
     """False for an absent key and for `null`, which every engine reads alike."""
-    return bytes(raw) not in (b"", b"null") if len(memoryview(raw)) <= 4 else True
+    if raw is ABSENT:
+        return False
+    return len(memoryview(raw)) > 4 or bytes(raw) not in (b"", b"null")
 
 
 def plain(raw: msgspec.Raw) -> Any:
     """Python values of one field; None when absent. Raises ValueError (also for JSON nested too deep)."""
-    if not len(memoryview(raw)):
+    if raw is ABSENT:
         return None
     try:
         return msgspec.json.decode(raw)

@@ -68,15 +68,15 @@ class ModelFiles:
 class ModelSource:
     """Where one model's files are: a folder, the operator's template file, the engine's --chat-template."""
 
-    folder: Path
+    folder: str
     engine: str = "unknown"
-    template: Path | None = None
+    template: str | None = None
     engine_template: str | None = None
 
 
 def load_model(source: ModelSource, now: Callable[[], datetime]) -> ModelFiles:
     """Blocking, 0.8–2.7 s for a large vocabulary. Raises TokenizerUnusable."""
-    folder = source.folder
+    folder = Path(source.folder)
     if not (folder / "tokenizer.json").is_file():
         raise TokenizerUnusable(f"no tokenizer.json in {folder}")
     tokenizer = load_tokenizer(folder)
@@ -91,7 +91,7 @@ def load_model(source: ModelSource, now: Callable[[], datetime]) -> ModelFiles:
 def _template_text(source: ModelSource, folder: Path) -> str:
     """Raises TemplateFailure when the text the engine renders is not to be had here."""
     if source.template is not None:
-        return _read(source.template)
+        return _read(Path(source.template))
     if source.engine_template is not None:
         path = Path(source.engine_template)
         if path.suffix != ".jinja":
@@ -103,6 +103,8 @@ def _template_text(source: ModelSource, folder: Path) -> str:
         return _read(folder / "chat_template.jinja")
     template = read_tokenizer_config(folder).get("chat_template")
     if isinstance(template, list) and template and isinstance(template[0], dict):
+        if source.engine == "vllm" and len(template) > 1:
+            raise TemplateFailure("vLLM picks one of several named chat templates for each request")
         template = template[0].get("template")  # SGLang takes the first of named templates
     if not isinstance(template, str):
         raise TemplateFailure(f"no chat template in {folder}")
@@ -178,7 +180,7 @@ class ModelStore:
 
     def loaded(self) -> dict[str, str]:
         """Folder → the backend that serves it, or what is wrong with it."""
-        return {str(s.folder): e.files.tokenizer.backend if e.files else e.problem for s, e in self._entries.items()}
+        return {s.folder: e.files.tokenizer.backend if e.files else e.problem for s, e in self._entries.items()}
 
     async def _fill(self, source: ModelSource, entry: _Entry) -> None:
         try:

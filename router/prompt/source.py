@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Literal
 
 from router.config.schema import TokenizerConfig
@@ -63,7 +62,9 @@ class PromptSource:
         now: Callable[[], datetime] = datetime.now,
         encode_deadline_s: float = ENCODE_DEADLINE_S,
     ) -> None:
-        self._config = config
+        self._mode = config.mode
+        self._folder = str(config.path) if config.path is not None else None
+        self._template = str(config.chat_template) if config.chat_template is not None else None
         self._count = count
         self._store = store or ModelStore(clock=clock, now=now)
         self._engine = EngineTokenizer(ask, clock) if ask is not None else None
@@ -103,16 +104,16 @@ class PromptSource:
             return unknown(form.reason)
         if form.ids is not None:
             return Prompt(form.ids, form.estimate_tokens * body.copies, namespace, "given")
-        if self._config.mode == "off" or model is None:
+        if self._mode == "off" or model is None:
             return unknown("off" if model is not None else "no_worker")
         reason = "engine_mode"
-        if self._config.mode != "engine":
+        if self._mode != "engine":
             try:
                 ids = await self._local(body, form, model)
                 return Prompt(ids, _tokens(ids, form) * body.copies, namespace, "local")
             except NoIds as none:
                 reason = none.reason
-                if not none.ask_engine or self._config.mode == "local":
+                if not none.ask_engine or self._mode == "local":
                     return unknown(reason)
         question = tokenize_request(body, form, model.engine) if self._engine is not None else None
         if self._engine is None or question is None:
@@ -149,10 +150,10 @@ class PromptSource:
             job.exception()  # read, so that a job nobody waits for any more is not reported as unhandled
 
     def _source(self, model: ModelFacts) -> ModelSource | None:
-        folder = self._config.path or model.tokenizer_path
+        folder = self._folder or model.tokenizer_path
         if folder is None:
             return None
-        return ModelSource(Path(folder), model.engine, self._config.chat_template, model.chat_template)
+        return ModelSource(folder, model.engine, self._template, model.chat_template)
 
     async def close(self) -> None:
         await self._store.close()

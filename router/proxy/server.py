@@ -185,7 +185,7 @@ class PublicListener(Generic[P]):
             self._in_flight -= 1
             if self._quiet is not None and not self._in_flight and not self._quiet.done():
                 self._quiet.set_result(None)
-            self._core.request_done(self._record(request, route, answer, story, started))
+            self._report(self._record(request, route, answer, story, started))
         if self._leaving:
             answer.close_after()
         return answer.sent()
@@ -260,6 +260,12 @@ class PublicListener(Generic[P]):
         if len(body) > limit:
             raise _too_large(limit)
         return body
+
+    def _report(self, record: RequestRecord) -> None:
+        try:
+            self._core.request_done(record)
+        except Exception:  # the client has its answer already
+            log.exception("request %s could not be recorded", record.request_id)
 
     def _record(
         self, request: web.BaseRequest, route: str, answer: Answer, story: Story, started: float

@@ -18,8 +18,8 @@ def set_fields(body: bytes, fields: dict[str, bytes]) -> bytes:
     """`body` with each top-level field set to the JSON text given for it.
 
     A field the body has keeps its place; all of its duplicates get the new value, so the result reads the same whether
-    a parser takes the first or the last one (case 79). A new field goes in front. `fields` maps ASCII identifiers to JSON.
-    Raises ValueError when the body is not a JSON object as far as it had to be looked at, or a name is no identifier.
+    a parser takes the first or the last one (case 79). A new field goes in front. `fields` maps ASCII identifiers to
+    JSON. Raises ValueError when the body, as far as it had to be looked at, is not a JSON object, or a name is none.
 
     >>> set_fields(b'{"model":"m"}', {"routed_dp_rank": b"1"})
     b'{"routed_dp_rank":1,"model":"m"}'

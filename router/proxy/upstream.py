@@ -131,11 +131,6 @@ class UpstreamClient:
             raise
         return UpstreamResponse(connection, reused=False)
 
-    def forget(self, origin_text: str) -> None:
-        """Drop a removed worker's idle connections."""
-        for connection, _ in self._idle.pop(origin_text, ()):
-            connection.abort()
-
     async def close(self) -> None:
         """Cut every connection and wait until the loop has seen them end."""
         self._sweeper.cancel()
@@ -160,13 +155,9 @@ class UpstreamClient:
         context: ssl.SSLContext | None = None
         if origin.scheme == "https":
             context = self._tls = self._tls or ssl.create_default_context()
-        idle = self._idle.setdefault(origin.text, deque())
 
         def on_idle(connection: Connection) -> None:
-            if self._idle.get(origin.text) is idle:
-                idle.append((connection, self._loop.time()))
-            else:
-                connection.abort()
+            self._idle.setdefault(origin.text, deque()).append((connection, self._loop.time()))
 
         def on_lost(connection: Connection) -> None:
             self._all.discard(connection)
@@ -181,7 +172,7 @@ class UpstreamClient:
         except TimeoutError as error:
             text = f"no connection to {origin.text} within {self._limits.connect_s} s"
             raise UpstreamConnectError(text) from error
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, UnicodeError) as error:
             raise UpstreamConnectError(f"no connection to {origin.text}: {_reason(error)}") from error
         self._all.add(connection)
         if not connection.open:
@@ -196,14 +187,16 @@ class UpstreamClient:
         for connection in list(self._all):
             if connection.silent_since(silent):
                 connection.fail(UpstreamTimeout(f"the worker was silent for {self._limits.idle_s:g} s"))
-        for idle in self._idle.values():
+        for name, idle in list(self._idle.items()):
             while idle and (idle[0][1] <= stale or not idle[0][0].open):
                 idle.popleft()[0].abort()
+            if not idle:
+                del self._idle[name]  # workers come and go under new names
         self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+def _reason(error: OSError | UnicodeError) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__
 
 
 def _head(

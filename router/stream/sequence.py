@@ -12,6 +12,7 @@ what happened (messages, connection changes, replay answers, time) and yields ac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import xxhash
@@ -32,7 +33,10 @@ from router.stream.actions import (
 from router.stream.replay import END_SEQ, Purpose, Recovery, StreamLimits
 
 FIRST_SEQS = (0, 1)
-"""A stream heard from here is heard whole: 0 is the clear of cache construction, sent before anyone can subscribe."""
+"""A stream heard from here is heard whole: 0 is the clear of cache construction, sent before anyone can subscribe.
+
+(On SGLang. vLLM's 0 can be a store: where there is a replay socket, 1 still waits for it.)
+"""
 RECENT = 64
 """Applied batches whose digests are kept, to tell a re-delivered batch from another process's (cases 18, 23)."""
 
@@ -62,11 +66,12 @@ class SequenceTracker:
         self._recent: list[tuple[int, int]] = [(-1, 0)] * RECENT
         self._connected = False
         self._down_since_s = now_s
+        self._trouble = ""
         self._doubt = False  # reconnected, and nothing has come since
         self._unproven = False  # reconnected, and no replay has shown since that the process is the same
         self._recovery: Recovery | None = None
         self._asks = 0
-        self._replay_barred_until_s = 0.0
+        self._replay_barred_until_s = self._went_back_s = -math.inf
         self._live_reason = "connected, no batch yet"
         self._out: list[Action] = []
 
@@ -89,6 +94,7 @@ class SequenceTracker:
             self._drop_connection()
             self._connected = False
             self._down_since_s = now_s
+        self._trouble = f" (last: {why})"
         if self.state != "unreachable":
             self._be("connecting", why)
         return self._flush()
@@ -100,10 +106,9 @@ class SequenceTracker:
             return (self._take(seq, payload),)
         if seq == END_SEQ:
             self._ended()
-        elif (
-            self._connected
-        ):  # else: read late from a lost connection and out of order; found missing after reconnecting
+        elif self._connected:
             self._live_out_of_line(seq, payload, now_s)
+        # else: read late from a lost connection, and not in line. It will be found missing after the reconnect.
         return self._flush()
 
     def replay_batch(self, ask: int, seq: int, payload: bytes, now_s: float) -> Sequence[Action]:
@@ -124,8 +129,8 @@ class SequenceTracker:
         if self._recovery is not None and now_s >= self._recovery.deadline_s(self._limits):
             self._attempt_over(self._recovery, now_s, ended=False)
         if not self._connected and now_s - self._down_since_s >= self._limits.unreachable_after_s:
-            after = f"{self._limits.unreachable_after_s:g} s"
-            self._be("unreachable", f"no publisher answered at {self._endpoint} for {after}: check host, port and bind")
+            silence = f"no publisher answered at {self._endpoint} for {self._limits.unreachable_after_s:g} s"
+            self._be("unreachable", f"{silence}{self._trouble}: check host, port, and that the engine binds it")
         return self._flush()
 
     @property
@@ -161,12 +166,16 @@ class SequenceTracker:
                 self._out.append(Rejected("duplicate"))
                 return
             self._start_over(f"the sequence went back from {self._last_live} to {seq}: the engine restarted")
+            # Two publishers behind one endpoint go back at every other message: do not have each replay it all.
+            if now_s - self._went_back_s < self._limits.replay_cooldown_s:
+                self._replay_barred_until_s = now_s + self._limits.replay_cooldown_s
+            self._went_back_s = now_s
         elif self._same(seq, payload) is False:
             self._start_over(f"batch {seq} is not the one that replay gave: the engine restarted")
         self._last_live = seq
         if self._next is not None and seq < self._next:
             return  # replay had run ahead of the live socket's queue
-        if self._next is None and seq in FIRST_SEQS:
+        if self._next is None and seq == 0:
             self._cancel_recovery()
             self._anchor(seq)
         elif self._doubt and seq == self._next and self._recovery is None:
@@ -210,7 +219,7 @@ class SequenceTracker:
         if self._can_ask(now_s):
             self._recover("join" if self._next is None else "gap", now_s)
         else:
-            self._give_up("the replay socket does not answer" if self._replay else "there is no replay socket")
+            self._give_up("replay failed just before" if self._replay else "there is no replay socket")
 
     def _recover(self, purpose: Purpose, now_s: float) -> None:
         self._recovery = recovery = Recovery(purpose, now_s)

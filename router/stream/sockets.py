@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 MAX_FRAME_BYTES = 64 << 20
-"""A larger frame makes libzmq drop the connection before the frame is allocated (case 9); the stream reconnects."""
+"""A larger frame makes libzmq drop the connection for good before the frame is allocated (case 9)."""
 MAX_SOCKETS = 16_384
 """Per context: a rank has up to five (SUB, its monitor's two ends, DEALER, load SUB). libzmq's own default is 1,023."""
 KEPT_FRAMES = 4
@@ -47,7 +47,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 async def speaks_ipv6_only(endpoint: str) -> bool:
-    """Whether libzmq must be told to use IPv6. Raises OSError when the name does not resolve.
+    """Whether libzmq must be told to use IPv6. Raises OSError or UnicodeError when the name does not resolve.
 
     With its IPv6 option on, libzmq takes the IPv6 address of a name that has both and never tries the other, so an
     engine at `localhost` that binds IPv4 only would stay deaf (cases 15, 17).

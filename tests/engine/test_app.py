@@ -218,8 +218,9 @@ async def test_abort_request_matches_rids_by_prefix(start: Starter, http: aiohtt
 
     first, second, other = begin("job-1"), begin("job-2"), begin("else")
     await eventually(lambda: len(engine.ranks[0].scheduler.running) == 3, "three requests run")
-    async with http.post(f"{engine.url}/abort_request", json={"rid": "job-"}) as response:
-        assert response.status == 200
+    for rid in ("", "nobody", "job-"):
+        async with http.post(f"{engine.url}/abort_request", json={"rid": rid}) as response:
+            assert response.status == 200
     for job in (first, second):
         assert (await asyncio.wait_for(job, TIMEOUT_S))["meta_info"]["finish_reason"]["type"] == "abort"
     assert not other.done()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from router.engine.wire import PageHasher
+from router.engine.radix import Stored
+from router.engine.wire import PageHasher, encode_batch
 from router.hashing import Namespace, Scheme, pack_ids, prompt_keys
 
 IDS = pack_ids(range(64))
@@ -46,3 +48,21 @@ def test_in_the_dynamo_format_every_namespace_has_its_own_hashes() -> None:
     ]
     roots = {hasher.keys(IDS, space)[0] for space in spaces}
     assert len(roots) == len(spaces)
+
+
+def test_a_store_names_its_session_and_adapter_and_leaves_other_nil_fields_out() -> None:
+    """Engine contract, section 2: maps omit nil fields, except parent_block_hash and lora_id."""
+    event = Stored([1, 2], None, 0, Namespace(lora_name="ad"), pack_ids(range(8)), "talk")
+    _, (plain,), rank = msgspec.msgpack.decode(encode_batch(1.5, [event], 3, Scheme("sglang-sha256", 4)))
+    assert rank == 3
+    assert plain == {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": list(range(8)),
+        "block_size": 4,
+        "lora_id": None,
+        "medium": "GPU",
+        "session_id": "talk",
+        "lora_name": "ad",
+    }

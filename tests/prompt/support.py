@@ -38,7 +38,7 @@ def user(content: Any = "hi") -> dict[str, Any]:
 
 @functools.cache
 def tiny() -> ModelFiles:
-    return load_model(ModelSource(TINY), datetime.now)
+    return load_model(ModelSource(str(TINY)), datetime.now)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

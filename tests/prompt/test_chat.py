@@ -65,7 +65,7 @@ def test_continue_final_message_cuts_the_answer_off() -> None:
 
 def test_messages_keep_only_the_keys_the_engine_knows() -> None:
     """captures facts 4, 13"""
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "System", "content": "s", "name": "n", "colour": 1},
         {"role": "user", "content": "u", "name": "n"},
         {"role": "assistant", "reasoning_content": "r", "reasoning": "x", "content": None},

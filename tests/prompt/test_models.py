@@ -22,7 +22,7 @@ from router.prompt.models import (
 from router.prompt.tokenizer import TokenizerUnusable
 from tests.prompt.support import TINY, tiny
 
-SOURCE = ModelSource(TINY)
+SOURCE = ModelSource(str(TINY))
 
 
 class Clock:
@@ -41,7 +41,7 @@ def copied(tmp_path: Path, **files: str | dict[str, Any]) -> Path:
 
 
 def loaded(folder: Path, **where: Any) -> ModelFiles:
-    return load_model(ModelSource(folder, **where), datetime.now)
+    return load_model(ModelSource(str(folder), **where), datetime.now)
 
 
 async def test_many_requests_cause_one_load() -> None:
@@ -92,8 +92,8 @@ async def test_models_are_kept_apart_and_bounded() -> None:
     """case 43"""
     store = ModelStore(lambda source: tiny())
     for number in range(MAX_MODELS):
-        assert await store.wait(ModelSource(TINY / str(number))) is tiny()
-    extra = ModelSource(TINY / "extra")
+        assert await store.wait(ModelSource(f"/models/{number}")) is tiny()
+    extra = ModelSource("/models/extra")
     assert await store.wait(extra) is None
     assert "over" in store.problem(extra)
     await store.close()
@@ -131,16 +131,18 @@ def test_the_template_file_beats_the_configuration(tmp_path: Path) -> None:
 
 def test_the_first_of_named_templates_is_taken(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "first"}, {"name": "tool_use", "template": "second"}]
-    template = loaded(copied(tmp_path, tokenizer_config__json={"chat_template": named})).template
+    folder = copied(tmp_path, tokenizer_config__json={"chat_template": named})
+    template = loaded(folder).template
     assert template is not None
     assert template.source == "first"
+    assert "named" in loaded(folder, engine="vllm").template_problem
 
 
 def test_the_operators_template_beats_the_engines_and_both_beat_the_folder(tmp_path: Path) -> None:
     own, engines = tmp_path / "own.jinja", tmp_path / "engine.jinja"
     own.write_text("own")
     engines.write_text("\nline\\nbreak\n")
-    template = loaded(TINY, template=own, engine_template=str(engines)).template
+    template = loaded(TINY, template=str(own), engine_template=str(engines)).template
     assert template is not None
     assert template.source == "own"
     template = loaded(TINY, engine_template=str(engines)).template

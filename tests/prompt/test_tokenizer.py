@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from router.hashing import pack_ids
 from router.prompt import tokenizer as module
+from router.prompt.forms import prompt_form
+from router.prompt.local import local_ids
+from router.prompt.models import ModelSource, load_model
 from router.prompt.tokenizer import CannotEncode, Tokenizer, TokenizerUnusable, load_tokenizer, read_tokenizer_config
-from tests.prompt.support import TINY, tiny
+from tests.prompt.support import FACTS, TINY, chat, tiny, user
 
 
 def folder(tmp_path: Path, config: dict[str, Any] | None = None) -> Path:
@@ -166,3 +170,33 @@ def test_a_broken_configuration_says_so(tmp_path: Path, content: str) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_both_backends_agree_on_any_text(text: str) -> None:
     assert tiny().tokenizer.encode(text, False) == ids(text)
+
+
+def test_a_continued_answer_loses_the_bos_and_nothing_else(tmp_path: Path) -> None:
+    """captures fact 6: encoded apart with the default special tokens, then one BOS is taken off its front."""
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "add_eos_token": True,
+    }
+    copied = folder(tmp_path, config)
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    files = load_model(ModelSource(str(copied)), datetime.now)
+    request = chat(user("a"), {"role": "assistant", "content": "wel"}, continue_final_message=True)
+    found = local_ids(request, prompt_form(request), files, FACTS)
+    assert found == ids("a") + ids("wel") + pack_ids([2])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_truncation_written_in_the_file_is_off(tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines turn it off: a long prompt keeps all its tokens."""
+    if not fast:
+        monkeypatch.setattr(module, "fastokens", None)
+    model = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    model.enable_truncation(4)
+    model.enable_padding(length=64)
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "one two three four five six"
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.backend, loaded.encode(text, False)) == ("fastokens" if fast else "tokenizers", ids(text))

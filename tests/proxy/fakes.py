@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -110,12 +111,15 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    workers: int = 1, options: ListenerOptions | None = None, limits: UpstreamLimits | None = None
+    workers: int = 1,
+    options: ListenerOptions | None = None,
+    limits: UpstreamLimits | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Bench]:
     """Everything on free loopback ports; afterwards no placement may be left open and no connection leaked."""
     scripted = [await ScriptedWorker().start() for _ in range(workers)]
     core = FakeCore([worker.port for worker in scripted])
-    upstream = UpstreamClient(limits or UpstreamLimits(connect_s=2, idle_s=30))
+    upstream = UpstreamClient(limits or UpstreamLimits(connect_s=2, idle_s=30), tls=tls)
     listener = PublicListener(core, upstream, options or ListenerOptions(port=0))
     await listener.start()
     made = Bench(core, upstream, listener, scripted)

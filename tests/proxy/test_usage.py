@@ -62,7 +62,8 @@ def test_a_streamed_batch_on_generate_says_nothing_rather_than_a_part() -> None:
 
 
 def test_the_responses_api_names_tokens_otherwise() -> None:
-    event = b'data: {"response":{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":8},"output_tokens":1}}}\n\n'
+    usage = {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 8}, "output_tokens": 1}
+    event = b"data: %b\n\n" % json.dumps({"response": {"usage": usage}}).encode()
     assert read("/v1/responses", SSE, [event]) == Usage(9, 8, 1)
 
 

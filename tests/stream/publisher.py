@@ -118,7 +118,7 @@ class Publisher:
                 break
             except zmq.ZMQError:
                 assert time.monotonic() < deadline_s, f"port {port} stays taken"
-        self.port = int(self.pub.LAST_ENDPOINT.decode().rpartition(":")[2].strip("\0"))
+        self.port = int(self.pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2].strip("\0"))
 
     @property
     def endpoints(self) -> RankEndpoints:
@@ -128,8 +128,8 @@ class Publisher:
     async def wait_subscribed(self, times: int = 1) -> None:
         def seen() -> bool:
             with suppress(zmq.Again):
-                while self.pub.recv(zmq.NOBLOCK):
-                    self.subscribed += 1
+                while True:
+                    self.subscribed += self.pub.recv(zmq.NOBLOCK)[:1] == b"\x01"
             return self.subscribed >= times
 
         await until(seen, "a subscription")

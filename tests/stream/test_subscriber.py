@@ -230,6 +230,7 @@ async def test_a_name_that_does_not_resolve_is_unreachable_and_says_so(follow: F
     async with follow(RankEndpoints(0, "tcp://no-such-host.invalid:5557", None, None, None)) as sink:
         await until(lambda: any("no-such-host.invalid" in reason for _, reason, _ in sink.states), "the reason")
         await until(lambda: sink.state == "unreachable", "noticed")
+        assert "cannot connect" in sink.states[-1][1]
 
 
 async def test_a_name_with_both_families_finds_a_publisher_on_ipv4(publisher: MakePublisher, follow: Follow) -> None:

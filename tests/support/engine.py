@@ -61,6 +61,17 @@ def stored(hashes: Sequence[int], tokens: Sequence[int], width: int, parent: int
     }
 
 
+def _bound(publisher: zmq.Socket[bytes], endpoint: str) -> bool:
+    """ZMQ gives a closed socket's port back in its own time."""
+    try:
+        publisher.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise
+        return False
+    return True
+
+
 class FakeEngine:
     """`info` (the /server_info body), and `statuses`, `bodies` and `delays` (s) by path may be changed at any time."""
 
@@ -95,13 +106,13 @@ class FakeEngine:
         }
         self._context = context
         self._publishers: dict[int, zmq.Socket[bytes]] = {}
-        self._subscriptions: dict[int, int] = {}
+        self._subscriptions: dict[int, bytearray] = {}
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         await self.start_http()
         for rank in range(self.dp_size):
-            self.open_publisher(rank)
+            await self.open_publisher(rank)
 
     async def stop(self) -> None:
         await self.stop_http()
@@ -139,12 +150,13 @@ class FakeEngine:
 
     # ---- events
 
-    def open_publisher(self, rank: int = 0, next_seq: int | None = None) -> None:
+    async def open_publisher(self, rank: int = 0, next_seq: int | None = None) -> None:
         publisher = self._context.socket(zmq.XPUB)
         publisher.linger = 0
         publisher.setsockopt(zmq.XPUB_VERBOSER, 1)
-        publisher.bind(f"tcp://{HOST}:{self.kv_base + rank}")
-        self._publishers[rank], self._subscriptions[rank] = publisher, 0
+        endpoint = f"tcp://{HOST}:{self.kv_base + rank}"
+        await eventually(lambda: _bound(publisher, endpoint), f"{endpoint} is free")
+        self._publishers[rank], self._subscriptions[rank] = publisher, bytearray()
         if next_seq is not None:
             self.next_seq[rank] = next_seq
 
@@ -153,9 +165,17 @@ class FakeEngine:
 
     def subscriptions(self, rank: int = 0) -> int:
         """Subscriptions minus unsubscriptions this publisher has seen since it was opened."""
+        return self._heard(rank).count(1) - self._heard(rank).count(0)
+
+    def subscriptions_ever(self, rank: int = 0) -> int:
+        """Subscriptions this publisher has seen since it was opened."""
+        return self._heard(rank).count(1)
+
+    def _heard(self, rank: int) -> bytearray:
+        """The first byte of every subscription message: 1 subscribes, 0 unsubscribes."""
         publisher = self._publishers[rank]
         while publisher.poll(0):
-            self._subscriptions[rank] += 1 if publisher.recv(zmq.NOBLOCK)[:1] == b"\x01" else -1
+            self._subscriptions[rank] += publisher.recv(zmq.NOBLOCK)[:1]
         return self._subscriptions[rank]
 
     async def listened(self, rank: int = 0) -> None:
