@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,11 +98,24 @@ def _bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     index.add_argument("--json", type=Path, metavar="FILE")
 
     def run(arguments: argparse.Namespace) -> int:
-        from router.bench.index import main as bench_index
+        from rich.console import Console
 
-        return bench_index(blocks=arguments.blocks, ranks=arguments.ranks, json_path=arguments.json)
+        from router.bench import index as bench
+
+        try:
+            result = bench.run(arguments.blocks, arguments.ranks)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        bench.print_table(result, Console())
+        _write_json(arguments.json, result)
+        return 0
 
     index.set_defaults(run=run)
+
+
+def _write_json(path: Path | None, document: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from router.observe.metrics import Metrics, RankSample, WorkerSample
 from router.placement import RankPlacement
 from router.policy.decide import Asked, Candidate, Decision, Policy, Scored
 from router.policy.predicted import PredictedBlocks
-from router.prompt.body import RequestBody, parse_body
+from router.prompt.body import Fields, RequestBody, parse_body
 from router.prompt.models import ModelFacts
 from router.prompt.source import Prompt, PromptSource
 from router.proxy.plan import Outcome, RequestRecord
@@ -42,13 +42,15 @@ RETRY_AFTER_S = 1
 
 @dataclass(slots=True)
 class RequestPlan:
-    """One request, read once. `client_rank` is the DP rank the client named, never overridden."""
+    """One request, read once. `client_rank` is the DP rank the client named, never overridden. An `encoded` body
+    (Content-Encoding) is not looked into and not changed: it goes by load (case 72)."""
 
     route: str
     body: RequestBody
     prompt: Prompt
     model: str | None
     client_rank: int | None
+    encoded: bool
     keys: PromptKeys = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,11 +84,12 @@ class RoutingCore:
 
     async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan:
         """Reads the request and finds its token ids. Raises RouterError (bad_json, model_not_found)."""
-        request = parse_body(route, body)
+        encoded = headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
+        request = RequestBody(route, body, Fields()) if encoded else parse_body(route, body)
         self._check_model(request.model)
         client_rank = _client_rank(route, headers, request)
         prompt = await self._prompts.resolve(request, self._facts(request.model))
-        return RequestPlan(route, request, prompt, request.model, client_rank)
+        return RequestPlan(route, request, prompt, request.model, client_rank, encoded)
 
     def place(self, plan: RequestPlan, tried: frozenset[str]) -> RankPlacement:
         """Chooses a rank and counts the request as its load. Raises RouterError (no_worker)."""

@@ -113,6 +113,8 @@ def _pinned(plan: RequestPlan, rank: Rank) -> tuple[bytes, Sequence[tuple[bytes,
     left as the client wrote it."""
     if rank.pin is None or plan.client_rank is not None:
         return plan.body.raw, ()
+    if plan.route == "/generate" and plan.encoded:
+        return plan.body.raw, ()
     if plan.route == "/generate":
         return set_fields(plan.body.raw, {"routed_dp_rank": str(rank.pin).encode()}), ()
     return plan.body.raw, ((b"x-data-parallel-rank", str(rank.pin).encode()),)

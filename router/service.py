@@ -10,6 +10,7 @@ import resource
 import signal
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from router.engine_ask import EngineAsk
 from router.errors import ConfigError, RouterError
 from router.fleet.ask import probe_session
 from router.fleet.registry import Fleet
+from router.fleet.worker import Worker
 from router.index.prefix import PrefixIndex
 from router.observe.logs import set_up
 from router.observe.metrics import Metrics
 from router.policy.cost import CostWeights
 from router.policy.decide import Policy
 from router.policy.predicted import PredictedBlocks
+from router.prompt.models import ModelFacts
 from router.prompt.source import PromptSource
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
@@ -38,6 +41,8 @@ log = logging.getLogger("router")
 
 ADMIN_SHUTDOWN_S = 1.0
 MAX_ZMQ_SOCKETS = 65_536
+MAX_PREPARED = 64
+"""Kinds of engine whose tokenizer load was begun; the oldest is forgotten, and merely looked up again."""
 
 
 class Service:
@@ -62,6 +67,7 @@ class Service:
             wall_clock=time.time,
             rng=random.Random(),
             observer=metrics,
+            on_described=self._prepare_prompts,
         )
         self._upstream = UpstreamClient(
             UpstreamLimits(connect_s=config.timeouts.connect_s, idle_s=config.timeouts.idle_s), tls=self._tls
@@ -84,6 +90,30 @@ class Service:
         )
         self.listener = PublicListener(self.core, self._upstream, _listener_options(config))
         self.admin_port = 0
+        self._prepared: deque[ModelFacts] = deque(maxlen=MAX_PREPARED)
+        self._loading: set[asyncio.Task[str]] = set()
+
+    def _prepare_prompts(self, worker: Worker) -> None:
+        """Loads the worker's tokenizer before its first request; a load that is done or under way costs nothing."""
+        if worker.info is None:
+            return
+        facts = ModelFacts.from_server_info(worker.info)
+        if facts in self._prepared:
+            return
+        self._prepared.append(facts)
+        task = asyncio.create_task(self._prompts.prepare(facts))
+        self._loading.add(task)
+        task.add_done_callback(lambda done: self._loaded(done, worker, facts))
+
+    def _loaded(self, done: asyncio.Task[str], worker: Worker, facts: ModelFacts) -> None:
+        self._loading.discard(done)
+        if done.cancelled():
+            return
+        problem = str(done.exception() or "") or done.result()
+        if problem:
+            log.info("%s: text prompts go to the engine's tokenizer: %s", worker.url, problem)
+        else:
+            log.info("%s: text prompts are tokenised here, with %s", worker.url, facts.tokenizer_path)
 
     async def start(self) -> None:
         """Binds both listeners, then watches the fleet. Raises ConfigError when an address cannot be had."""
@@ -120,6 +150,9 @@ class Service:
         await self.listener.close(grace_s)
         await self._admin_runner.cleanup()
         await self.fleet.close()
+        for task in self._loading:
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
         await self._prompts.close()
         await self._ask.close()
         await self._upstream.close()

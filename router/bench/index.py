@@ -35,9 +35,9 @@ _encoder = msgspec.msgpack.Encoder()
 def run(blocks: int, ranks: int) -> dict[str, Any]:
     """Fill an index with `blocks` blocks spread over `ranks` ranks of one worker, then look up and remove.
 
-    Returns the `bench index` object that `--json` writes. `ingest_events_per_s` is that of one event a message, the form a loaded
-    engine sends; `…_by_batch` has it for 8 a message too. Times are medians; `bytes_per_block` is growth of this
-    process's resident memory. Raises ValueError for numbers that leave nothing to measure.
+    Returns the `bench index` object that `--json` writes. `ingest_events_per_s` is that of one event a message, the
+    form a loaded engine sends; `…_by_batch` has it for 8 a message too. Lookup times are medians; `bytes_per_block` is
+    growth of this process's resident memory. Raises ValueError for numbers that leave nothing to measure.
     """
     if ranks < 1 or blocks < 16_384:
         raise ValueError(

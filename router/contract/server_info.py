@@ -32,7 +32,8 @@ class ServerInfo:
 
     `max_total_tokens` is the KV capacity in tokens that a request sees on one rank: the pool × `dcp_size`.
     `startup_fingerprint` changes when the process was started anew; it is opaque, and empty when the engine gives none.
-    `kv_events` is the decoded value for `parse_descriptor`.
+    `kv_events` is the decoded value for `parse_descriptor`. `adapters` are those of `model_names` that are LoRA
+    adapters (vLLM lists them as models).
     """
 
     engine: Engine = "unknown"
@@ -56,6 +57,7 @@ class ServerInfo:
     cache_report: bool = False
     startup_fingerprint: str = ""
     kv_events: object = None
+    adapters: frozenset[str] = frozenset()
 
 
 class _State(msgspec.Struct):

@@ -51,7 +51,7 @@ class Tokens:
     """Chat → ids as the engines make them, for the oracle."""
 
     def __init__(self) -> None:
-        self._files = load_model(ModelSource(TINY_MODEL), _never)
+        self._files = load_model(ModelSource(str(TINY_MODEL), "sglang"), _never)
         self._facts = ModelFacts("sglang", ("tiny",), str(TINY_MODEL))
 
     def of(self, body: bytes) -> TokenIds:

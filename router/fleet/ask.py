@@ -92,6 +92,7 @@ async def _ask_models(
     return dataclasses.replace(
         said,
         model_names=tuple(dict.fromkeys(model.id for model in models[:MAX_MODELS])),
+        adapters=frozenset(model.id for model in models[:MAX_MODELS] if model.parent is not None),
         model_path=said.model_path or base.root or base.id,
         tokenizer_path=said.tokenizer_path or base.root or base.id,
         context_length=base.max_model_len,

@@ -49,8 +49,11 @@ class Fleet:
         wall_clock: Callable[[], float],
         rng: random.Random,
         observer: FleetObserver,
+        on_described: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
-        """`session` comes from `router.fleet.ask.probe_session`. `clock` is monotonic, `wall_clock` Unix (s)."""
+        """`on_described` is called whenever a worker's /server_info was read.
+
+        `session` comes from `router.fleet.ask.probe_session`. `clock` is monotonic, `wall_clock` Unix (s)."""
         self._config = config
         self._worker_api_key = config.worker_api_key
         self._index = index
@@ -58,6 +61,7 @@ class Fleet:
         self._clock = clock
         self._rng = rng
         self._observer = observer
+        self._on_described = on_described
         self._workers: dict[str, Worker] = {}
         self._probers: dict[str, Prober] = {}
         self._known: dict[str, None] = {}
@@ -211,6 +215,7 @@ class Fleet:
             self._probers[worker.url.text].look_at_health()
         self._remember(worker)
         self._routable.clear()
+        self._on_described(worker)
 
     def _settle(self, worker: Worker) -> None:
         if worker.removed or not worker.settle():

@@ -44,14 +44,14 @@ class ModelFacts:
     adapters: frozenset[str] = frozenset()
 
     @classmethod
-    def from_server_info(cls, info: ServerInfo, adapters: frozenset[str] = frozenset()) -> ModelFacts:
+    def from_server_info(cls, info: ServerInfo) -> ModelFacts:
         return cls(
             engine=info.engine,
-            names=info.model_names,
+            names=tuple(name for name in info.model_names if name not in info.adapters),
             tokenizer_path=info.tokenizer_path or info.model_path,
             chat_template=info.chat_template,
             default_kwargs=info.default_chat_template_kwargs,
-            adapters=adapters,
+            adapters=info.adapters,
         )
 
 

@@ -38,11 +38,13 @@ class Running:
 
     async def add(self, url: str, **settings: Any) -> int:
         async with self.session.post(f"{self.admin}/workers", json={"url": url, **settings}) as answer:
-            return int(answer.status)
+            status: int = answer.status
+            return status
 
     async def remove(self, url: str) -> int:
         async with self.session.delete(f"{self.admin}/workers", params={"url": url}) as answer:
-            return int(answer.status)
+            status: int = answer.status
+            return status
 
     async def route(self, path: str, **body: Any) -> dict[str, Any]:
         async with self.session.post(f"{self.admin}/route", json={"path": path, "body": body}) as answer:
@@ -55,7 +57,8 @@ class Running:
         decision = await self.route("/v1/completions", **{"model": "tiny", "prompt": prompt, **body})
         found = [c for c in decision["candidates"] if (c["worker"], c["rank"]) == (url, rank)]
         assert len(found) == 1, decision
-        return max(found[0]["cached_tokens"].values())
+        tokens: int = max(found[0]["cached_tokens"].values())
+        return tokens
 
     async def until(self, seen: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 8.0) -> None:
         """Polls an async condition; `eventually` for coroutines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -137,6 +138,23 @@ async def test_a_streamed_answer_carries_the_engines_bytes_and_its_usage_is_coun
     assert await router.metric("reported_prompt_tokens_total") == usage["prompt_tokens"]
     assert await router.metric("requests_total", route="/v1/chat/completions", outcome="ok") == 1
     assert await router.metric("worker_inflight_requests") == 0
+
+
+async def test_a_compressed_body_is_passed_as_it_is_and_routed_by_load(
+    start_router: Start, start_engine: StartEngine
+) -> None:
+    """case 72: what the engine makes of it is the engine's affair; this one refuses it"""
+    engine = await start_engine(dp_size=2)
+    router = await start_router({"url": engine.url})
+    await router.live(engine.url, 2)
+    packed = gzip.compress(json.dumps({"text": "hello", "sampling_params": {"max_new_tokens": 1}}).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with router.session.post(f"{router.base}/generate", data=packed, headers=headers) as answer:
+        through = (answer.status, await answer.read())
+    async with router.session.post(f"{engine.url}/generate", data=packed, headers=headers) as answer:
+        direct = (answer.status, await answer.read())
+    assert through[0] == direct[0]
+    assert await router.metric("decisions_total", reason="no_tokens") == 1
 
 
 async def test_unknown_models_get_404_and_known_ones_without_a_worker_503(

@@ -52,10 +52,12 @@ def follow(context: Context) -> Follow:
     """`async with follow(endpoints, topic) as sink`: a running RankStream; afterwards no task of it may be left."""
 
     @asynccontextmanager
-    async def running(endpoints: RankEndpoints, topic: str = "") -> AsyncIterator[Recorder]:
+    async def running(
+        endpoints: RankEndpoints, topic: str = "", limits: StreamLimits = QUICK
+    ) -> AsyncIterator[Recorder]:
         tasks = asyncio.all_tasks()
         sink = Recorder()
-        stream = RankStream(context, endpoints, topic, sink, limits=QUICK)
+        stream = RankStream(context, endpoints, topic, sink, limits=limits)
         stream.start()
         try:
             yield sink

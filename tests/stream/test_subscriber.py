@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import zmq
 
 from router.contract.descriptor import RankEndpoints
-from router.stream.replay import END_SEQ
+from router.stream.replay import END_SEQ, StreamLimits
 from router.stream.subscriber import RankStream
 from tests.captures import capture, names
 from tests.stream.conftest import Context, Follow
@@ -104,6 +105,19 @@ async def test_a_replay_without_end_mark_still_ends(publisher: MakePublisher, fo
     async with follow(engine.endpoints) as sink:
         await until(lambda: sink.run == engine.log and sink.state == "live", "joined")
         assert sink.history == "complete"
+
+
+async def test_a_dead_replay_socket_delays_the_join_by_its_time_limit_only(
+    publisher: MakePublisher, follow: Follow
+) -> None:
+    engine = publisher()
+    engine.next_seq = 7
+    dead = replace(engine.endpoints, replay=f"tcp://{HOST}:9")
+    async with follow(dead, limits=StreamLimits(replay_quiet_s=0.1, unreachable_after_s=3600.0)) as sink:
+        await engine.wait_subscribed()
+        engine.publish()
+        await until(lambda: sink.run == engine.log and sink.state == "live", "joined without replay")
+        assert (sink.history, sink.counts["replayed timeout"]) == ("partial", 1)
 
 
 @pytest.mark.parametrize("form", [None, *FORMS])
