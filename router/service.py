@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import zmq
 from aiohttp import web
 
 from router.admin import Admin
@@ -36,11 +35,11 @@ from router.prompt.models import ModelFacts
 from router.prompt.source import PromptSource
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
+from router.stream.sockets import new_context
 
 log = logging.getLogger("router")
 
 ADMIN_SHUTDOWN_S = 1.0
-MAX_ZMQ_SOCKETS = 65_536
 MAX_PREPARED = 64
 """Kinds of engine whose tokenizer load was begun; the oldest is forgotten, and merely looked up again."""
 
@@ -50,7 +49,7 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._context = _zmq_context()
+        self._context = new_context()
         self._tls = _worker_tls(config)
         self._session = probe_session(self._tls)
         clock = time.monotonic
@@ -158,13 +157,6 @@ class Service:
         await self._upstream.close()
         await self._session.close()
         self._context.destroy(linger=0)
-
-
-def _zmq_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """libzmq allows 1,023 sockets by default; a rank has up to four (events, monitor, replay, load)."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, context.get(zmq.SOCKET_LIMIT)))
-    return context
 
 
 def _raise_file_limit() -> None:
