@@ -65,6 +65,6 @@ def capture(name: str) -> Capture:
 
 
 def describe_matrix() -> list[dict[str, Any]]:
-    """116 server settings → the descriptor a real SGLang 0.5.23 gave. Rows named "dp-attention" are not real set-ups."""
+    """116 server settings → the descriptor SGLang 0.5.23 gave. Rows named "dp-attention" are not real set-ups."""
     rows: list[dict[str, Any]] = json.loads(_files()["describe_matrix.json"])
     return rows
