@@ -59,7 +59,7 @@ def _serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("demo", help="KV-aware routing against round-robin on simulated engines, no GPU")
-    parser.add_argument("--duration", type=float, default=14.0, metavar="S", help="seconds of load for each policy")
+    parser.add_argument("--duration", type=float, default=12.0, metavar="S", help="seconds of load for each policy")
     parser.add_argument("--engines", type=int, default=4, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload's schedule")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
