@@ -5,21 +5,26 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
+from router.admin_fanout import FanOutRoutes
 from router.config import Config, parse_worker
-from router.core import RoutingCore
+from router.core import DRY_RUN, RoutingCore
 from router.errors import ConfigError, RouterError
 from router.fleet.registry import Fleet
+from router.observe.live import LivePage
+from router.observe.logs import set_level
 from router.proxy.routes import PROXIED
 
 log = logging.getLogger("router.admin")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", "/ui")
+"""Without admin.key; /ui is the page without its data, which asks for the key."""
 MAX_ADMIN_BODY_MB = 64
 
 
@@ -29,6 +34,12 @@ class RouteQuery(msgspec.Struct, forbid_unknown_fields=True):
     path: str
     body: msgspec.Raw
     headers: dict[str, str] = {}
+
+
+class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `PUT /log-level`; it holds until the next start."""
+
+    level: Literal["debug", "info", "warning", "error"]
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -43,13 +54,27 @@ def error_response(error: RouterError) -> web.Response:
     return response
 
 
+def _refuse_foreign_pages(request: web.Request) -> None:
+    """A page open in the operator's browser can POST to loopback, without a preflight and without a key."""
+    if request.method in ("GET", "HEAD", "OPTIONS"):
+        return
+    origin = request.headers.get("Origin")
+    foreign = origin is not None and urlsplit(origin).netloc != request.host
+    if foreign or request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+        raise RouterError("forbidden", "requests from web pages of another origin are not taken")
+
+
 class Admin:
     """Handlers of the admin listener. `config` is replaced when SIGHUP re-reads it."""
 
-    def __init__(self, config: Config, fleet: Fleet, core: RoutingCore) -> None:
+    def __init__(
+        self, config: Config, fleet: Fleet, core: RoutingCore, page: LivePage, fan_out: FanOutRoutes
+    ) -> None:
         self.config = config
         self._fleet = fleet
         self._core = core
+        self._page = page
+        self._fan_out = fan_out
 
     def application(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_ADMIN_BODY_MB << 20)
@@ -61,11 +86,15 @@ class Admin:
         app.router.add_post("/route", self._route)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/config", self._config)
+        app.router.add_put("/log-level", self._log_level)
+        self._page.add_routes(app)
+        self._fan_out.add_routes(app)
         return app
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            _refuse_foreign_pages(request)
             if request.path not in OPEN_PATHS:
                 self._check_key(request)
             return await handler(request)
@@ -79,6 +108,10 @@ class Admin:
             return error_response(RouterError("not_found", "no such path on the admin listener"))
         except web.HTTPRequestEntityTooLarge:
             return error_response(RouterError("body_too_large", f"the body is over {MAX_ADMIN_BODY_MB} MB"))
+        except ConnectionError:
+            raise  # the client left: nobody is there to be answered
+        except web.RequestPayloadError:
+            return error_response(RouterError("bad_request", "the body is not framed or coded as its fields say"))
         except web.HTTPException:
             raise
         except Exception:
@@ -101,7 +134,7 @@ class Admin:
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _workers(self, request: web.Request) -> web.Response:
-        return json_response({"workers": self._fleet.describe()})
+        return json_response({"workers": self._fleet.describe(), "prompts": self._core.prompts()})
 
     async def _add_worker(self, request: web.Request) -> web.Response:
         try:
@@ -129,12 +162,21 @@ class Admin:
         if query.path not in PROXIED:
             raise RouterError("bad_request", f"path is one of {', '.join(PROXIED)}")
         headers = {name.lower(): value for name, value in query.headers.items()}
-        plan = await self._core.plan(query.path, headers, bytes(query.body), "route")
+        plan = await self._core.plan(query.path, headers, bytes(query.body), DRY_RUN)
         return json_response(self._core.explain(plan))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         page = await self._core.metrics()
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _log_level(self, request: web.Request) -> web.Response:
+        try:
+            wanted = msgspec.json.decode(await request.read(), type=LogLevel)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise RouterError("bad_request", f'send {{"level": "debug"}}, or info, warning, error: {error}') from None
+        set_level(wanted.level)
+        log.warning("log level is now %s", wanted.level)
+        return json_response({"level": wanted.level})
 
     async def _config(self, request: web.Request) -> web.Response:
         masked: dict[str, Any] = self.config.masked()

@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _serve(commands)
     _demo(commands)
     _engine(commands)
+    _doctor(commands)
     _bench(commands)
     return parser
 
@@ -63,12 +64,17 @@ def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--engines", type=int, default=4, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload's schedule")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
+    parser.add_argument("--hold", action="store_true", help="then keep the load running for the live page, until Ctrl-C")
 
     def run(arguments: argparse.Namespace) -> int:
         from router.demo.run import demo
 
         return demo(
-            duration_s=arguments.duration, engines=arguments.engines, seed=arguments.seed, json_path=arguments.json
+            duration_s=arguments.duration,
+            engines=arguments.engines,
+            seed=arguments.seed,
+            json_path=arguments.json,
+            hold=arguments.hold,
         )
 
     parser.set_defaults(run=run)
@@ -85,6 +91,28 @@ def _engine(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         from router.engine.run import run_engine
 
         return run_engine(options_from(arguments))
+
+    parser.set_defaults(run=run)
+
+
+def _doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("doctor", help="check live engines against the contract, and say what mends them")
+    parser.add_argument("urls", nargs="*", metavar="URL", help="an engine's HTTP address")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration: keys, vLLM's kv_events")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="how long to listen")
+    parser.add_argument("--probe", action="store_true", help="send a few small prompts to every rank")
+    parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.doctor.command import doctor
+
+        return doctor(
+            arguments.urls,
+            config=arguments.config,
+            seconds=arguments.seconds,
+            probe=arguments.probe,
+            as_json_text=arguments.json,
+        )
 
     parser.set_defaults(run=run)
 
@@ -111,6 +139,81 @@ def _bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         return 0
 
     index.set_defaults(run=run)
+    _bench_prompt(parts)
+    _bench_decision(parts)
+    _bench_replay(parts)
+    _bench_calibrate(parts)
+
+
+def _bench_decision(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = parts.add_parser("decision", help="index look-up and policy over 64 and 1,000 ranks")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from router.bench import decision as bench
+
+        result = bench.run()
+        bench.print_table(result, Console())
+        _write_json(arguments.json, result)
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _bench_replay(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from router.bench.replay_options import add_replay_arguments
+
+    parser = parts.add_parser("replay", help="a trace through the real index and policies, in virtual time")
+    add_replay_arguments(parser)
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.bench.replay_cli import replay
+
+        return replay(arguments)
+
+    parser.set_defaults(run=run)
+
+
+def _bench_calibrate(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = parts.add_parser("calibrate", help="fit the simulated engine's timing to a real, otherwise idle engine")
+    parser.add_argument("url", metavar="URL")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the profile, for bench replay --profile")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from router.bench import calibrate
+
+        profile = calibrate.run(arguments.url, seed=arguments.seed, told=print)
+        print(profile, end="")
+        if arguments.json is not None:
+            arguments.json.write_text(profile, encoding="utf-8")
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def _bench_prompt(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prompt = parts.add_parser("prompt", help="from a request's text to its decision: cold, and the next turn")
+    prompt.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer.json and chat template")
+    prompt.add_argument("--json", type=Path, metavar="FILE")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from router.bench import prompt as bench
+        from router.prompt.tokenizer import TokenizerUnusable
+
+        try:
+            result = bench.run(arguments.tokenizer)
+        except (ValueError, TokenizerUnusable) as error:
+            raise ConfigError(str(error)) from None
+        bench.print_table(result, Console())
+        _write_json(arguments.json, result)
+        return 0
+
+    prompt.set_defaults(run=run)
 
 
 def _write_json(path: Path | None, document: object) -> None:

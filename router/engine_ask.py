@@ -58,8 +58,13 @@ class EngineAsk:
             return read
 
     def _worker(self, model: ModelFacts) -> Worker:
-        """The least loaded ready worker that is of this kind."""
-        found = [worker for name in model.names[:1] or (None,) for worker in self._fleet.routable(name)]
+        """The least loaded ready worker that is of this kind: another release may render another prompt."""
+        found = [
+            worker
+            for name in model.names[:1] or (None,)
+            for worker in self._fleet.routable(name)
+            if worker.info is not None and ModelFacts.from_server_info(worker.info) == model
+        ]
         if not found:
             raise ConnectionError("no worker of this model can be asked now")
         return min(found, key=lambda worker: sum(rank.account.requests for rank in worker.ranks))

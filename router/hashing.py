@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
@@ -98,14 +98,15 @@ def sglang_chain(units: bytes, block_bytes: int, cache_salt: str | None = None) 
     """SGLang's page hashes from the root (releases 0.5.10 and later): digest = sha256(previous digest ‖ block), the
     first one without a predecessor or with the salt's digest; the key is its first 8 bytes, big-endian, signed. The
     chain runs over full digests: the published ints do not suffice to continue it (case 45)."""
-    blocks = len(units) // block_bytes
-    view = memoryview(units)
-    digest = b"" if cache_salt is None else sha256(_SALT_PREFIX + cache_salt.encode("utf-8", "surrogatepass")).digest()
-    digests = []
-    for start in range(0, blocks * block_bytes, block_bytes):
-        digest = sha256(digest + view[start : start + block_bytes]).digest()
-        digests.append(digest)
-    return _keys(digests, 4)
+    return _keys(_sglang_digests(_sglang_root(cache_salt), units, block_bytes), 4)
+
+
+def _sglang_root(cache_salt: str | None) -> bytes:
+    return b"" if cache_salt is None else sha256(_SALT_PREFIX + cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def _sglang_digests(digest: bytes, units: bytes, block_bytes: int) -> list[bytes]:
+    return [digest := sha256(digest + block).digest() for (block,) in _blocks(units, block_bytes)]
 
 
 def xxh3_root(namespace: Namespace = NO_NAMESPACE) -> int:
@@ -120,14 +121,37 @@ def xxh3_root(namespace: Namespace = NO_NAMESPACE) -> int:
 
 def xxh3_chain(parent: int, units: bytes, block_bytes: int) -> list[int]:
     """Our own keys of the full blocks in `units`, whose first block follows the block keyed `parent`."""
-    blocks = len(units) // block_bytes
-    view = memoryview(units)
-    digest = parent.to_bytes(8, "big", signed=True)
-    digests = []
-    for start in range(0, blocks * block_bytes, block_bytes):
-        digest = xxh3_64_digest(digest + view[start : start + block_bytes])
-        digests.append(digest)
-    return _keys(digests, 1)
+    return _keys(_xxh3_digests(parent.to_bytes(8, "big", signed=True), units, block_bytes), 1)
+
+
+def _xxh3_digests(digest: bytes, units: bytes, block_bytes: int) -> list[bytes]:
+    return [digest := xxh3_64_digest(digest + block) for (block,) in _blocks(units, block_bytes)]
+
+
+def _blocks(units: bytes, block_bytes: int) -> Iterator[tuple[bytes]]:
+    """The full blocks, one by one (10 to 25 % less than slicing a memoryview costs with the hash)."""
+    return struct.iter_unpack(f"{block_bytes}s", memoryview(units)[: len(units) // block_bytes * block_bytes])
+
+
+def chain_root(scheme: Scheme, namespace: Namespace = NO_NAMESPACE) -> bytes | None:
+    """The state a prompt's chain starts from, for `chain_digests`; None where `prompt_keys` is None."""
+    if scheme.kind == "xxh3":
+        return xxh3_root(namespace).to_bytes(8, "big", signed=True)
+    if namespace.lora_name is not None or namespace.extra_key is not None:
+        return None
+    return _sglang_root(namespace.cache_salt)
+
+
+def chain_digests(scheme: Scheme, state: bytes, units: bytes) -> list[bytes]:
+    """One digest for each full block of `units`; each is the state to continue the chain from behind its block."""
+    if scheme.kind == "xxh3":
+        return _xxh3_digests(state, units, block_bytes(scheme))
+    return _sglang_digests(state, units, block_bytes(scheme))
+
+
+def digest_keys(scheme: Scheme, digests: list[bytes]) -> list[int]:
+    """The block keys of `chain_digests`."""
+    return _keys(digests, 1 if scheme.kind == "xxh3" else 4)
 
 
 def _keys(digests: list[bytes], words: int) -> list[int]:

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from router.hashing import Namespace, Scheme, TokenIds, creditable_blocks, prompt_keys, token_count
+from router.hashing import (
+    Namespace,
+    Scheme,
+    TokenIds,
+    bigrams,
+    block_bytes,
+    chain_digests,
+    chain_root,
+    creditable_blocks,
+    digest_keys,
+    token_count,
+)
 from router.index.prefix import PrefixIndex
+from router.policy.decide import NO_CREDIT, Credit
 from router.policy.predicted import PredictedBlocks
 
-NOTHING = (0, 0, 0, 0)
+MAX_BLOCKS_AT_ONCE = 1 << 40
+
+
+class KeySource(Protocol):
+    """Where the keys of one prompt's full blocks come from."""
+
+    def steps(self, scheme: Scheme, namespace: Namespace, slice_blocks: int) -> Iterator[list[int] | None]:
+        """Yields after every `slice_blocks` blocks it had to hash; at last what `hashing.prompt_keys` gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreshKeys:
+    """Every key made from the ids."""
+
+    ids: TokenIds
+
+    def steps(self, scheme: Scheme, namespace: Namespace, slice_blocks: int) -> Iterator[list[int] | None]:
+        state = chain_root(scheme, namespace)
+        if state is None:
+            yield None
+            return
+        units = bigrams(self.ids) if scheme.bigram else self.ids
+        keys: list[int] = []
+        for start in range(0, len(units), size := slice_blocks * block_bytes(scheme)):
+            digests = chain_digests(scheme, state, units[start : start + size])
+            if digests:
+                state = digests[-1]
+                keys += digest_keys(scheme, digests)
+            if start + size < len(units):
+                yield []
+        yield keys
 
 
 @dataclass(slots=True)
@@ -17,46 +61,60 @@ class PromptKeys:
 
     ids: TokenIds | None
     namespace: Namespace
+    source: KeySource | None = None
+    """Knows keys that earlier prompts worked out; None: all are made here."""
     _by_scheme: dict[Scheme, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def known(cls, scheme: Scheme, keys: list[int]) -> PromptKeys:
+        """Of a prompt whose creditable keys under `scheme` are given (a trace), its ids unknown."""
+        made = cls(None, Namespace())
+        made._by_scheme[scheme] = keys
+        return made
 
     def under(self, scheme: Scheme) -> list[int]:
         """Keys of the blocks the engine may serve from its cache, in order; empty when nothing can be credited: no ids,
         a prompt too short, or a namespace whose seed cannot be reproduced."""
-        keys = self._by_scheme.get(scheme)
-        if keys is None:
-            keys = self._make(scheme)
-            self._by_scheme[scheme] = keys
-        return keys
+        if scheme not in self._by_scheme:
+            for _ in self._make(scheme, MAX_BLOCKS_AT_ONCE):
+                pass
+        return self._by_scheme[scheme]
 
-    def _make(self, scheme: Scheme) -> list[int]:
-        if self.ids is None:
-            return []
-        creditable = creditable_blocks(scheme, token_count(self.ids))
-        keys = prompt_keys(scheme, self.ids, self.namespace) if creditable else None
-        return keys[:creditable] if keys else []
+    def steps(self, schemes: Iterable[Scheme], slice_blocks: int = 512) -> Iterator[None]:
+        """Makes the keys `under` will give, yielding now and then so that a long prompt can be worked on in turns."""
+        for scheme in schemes:
+            if scheme not in self._by_scheme:
+                yield from self._make(scheme, slice_blocks)
+
+    def _make(self, scheme: Scheme, slice_blocks: int) -> Iterator[None]:
+        made: list[int] | None = None
+        creditable = creditable_blocks(scheme, token_count(self.ids)) if self.ids is not None else 0
+        if self.ids is not None and creditable:
+            for keys in (self.source or FreshKeys(self.ids)).steps(scheme, self.namespace, slice_blocks):
+                made = keys
+                yield
+        self._by_scheme[scheme] = made[:creditable] if made else []
 
 
-class PrefixMatch:
-    """The resident prefix of one prompt on every slot, looked up once per scheme."""
-
-    def __init__(self, index: PrefixIndex, predicted: PredictedBlocks, keys: PromptKeys) -> None:
-        self._index = index
-        self._predicted = predicted
-        self._keys = keys
-        self._found: dict[Scheme, dict[int, tuple[int, int, int, int]]] = {}
-
-    def tokens(self, scheme: Scheme, slot: int) -> tuple[tuple[int, int, int, int], int]:
-        """(resident tokens by tier, cumulative and fastest first; tokens resident or predicted) on `slot`."""
-        keys = self._keys.under(scheme)
-        if not keys:
-            return NOTHING, 0
-        found = self._found.get(scheme)
-        if found is None:
-            found = self._found[scheme] = self._index.match(keys)
-        blocks = found.get(slot, NOTHING)
-        depth = self._predicted.depth(slot, keys, blocks[3], len(keys))
+def prompt_credits(
+    index: PrefixIndex, predicted: PredictedBlocks, keys: PromptKeys, schemes: Iterable[Scheme]
+) -> dict[int, Credit]:
+    """What every slot holds of the prompt, in tokens; slots that hold nothing are absent. One look-up per scheme."""
+    credits: dict[int, Credit] = {}
+    for scheme in schemes:
+        chain = keys.under(scheme)
+        if not chain:
+            continue
         width = scheme.width
-        if blocks is NOTHING:
-            return NOTHING, depth * width
-        gpu, host, disk, external = blocks
-        return (gpu * width, host * width, disk * width, external * width), depth * width
+        found = index.match(chain)
+        made: dict[int, Credit] = {}  # by identity: `match` gives one object to all slots of equal depths
+        for slot, depths in found.items():
+            credit = made.get(id(depths))
+            if credit is None:
+                a, b, c, d = depths
+                credit = made[id(depths)] = (a * width, b * width, c * width, d * width, d * width)
+            credits[slot] = credit
+        for slot, depth in predicted.extend(chain, found):
+            a, b, c, d, _ = credits.get(slot, NO_CREDIT)
+            credits[slot] = (a, b, c, d, depth * width)
+    return credits

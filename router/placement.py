@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from router.contract.url import WorkerUrl
+from router.feedback import Lesson
 from router.fleet.rank import Rank
 from router.fleet.registry import Fleet
 from router.observe.metrics import Metrics
-from router.policy.decide import Decision
+from router.policy.decide import Scored
 from router.policy.load import Ticket
+from router.prompt.forward import ids_json
+from router.prompt.models import ModelFacts
 from router.proxy.plan import Fault, Outcome, Usage
 from router.proxy.splice import set_fields
 
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 SERVED = (Outcome.OK, Outcome.CLIENT_CLOSED, Outcome.STREAM_ERROR)
 """Outcomes after which the worker has taken the prompt: its tokens count in the hit rate."""
+CACHING_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses", "/v1/messages"})
+"""Routes after which an engine keeps what it computed of the prompt."""
 
 
 class RankPlacement:
@@ -29,22 +34,36 @@ class RankPlacement:
         *,
         rank: Rank,
         plan: RequestPlan,
-        decision: Decision,
+        chosen: Scored[Rank],
+        best_cached_tokens: int,
+        blind_cached_tokens: float,
         ticket: Ticket,
         forget_prediction: Callable[[], None] | None,
         metrics: Metrics,
         fleet: Fleet,
+        lesson: Lesson,
         expose: bool,
+        trace_headers: tuple[tuple[bytes, bytes], ...],
     ) -> None:
         self.rank = rank
-        self.decision = decision
+        self.cached_tokens = chosen.cached_by_tier[3]
+        """What the chosen rank was believed to hold, all tiers."""
+        self._best_cached_tokens = best_cached_tokens
+        self._blind_cached_tokens = blind_cached_tokens
         self._plan = plan
         self._ticket = ticket
         self._forget_prediction = forget_prediction
         self._metrics = metrics
         self._fleet = fleet
+        self._lesson = lesson
         self._expose = expose
-        self.body, self.headers = _pinned(plan, rank)
+        self.body, pinning = _pinned(plan, rank)
+        self.headers = (*pinning, *trace_headers)
+        forward_for, info = plan.prompt.forward_for, rank.worker.info
+        if forward_for is not None and info is not None and ModelFacts.from_server_info(info) == forward_for:
+            assert plan.prompt.ids is not None
+            self.body = set_fields(self.body, {"input_ids": ids_json(plan.prompt.ids)})
+            metrics.forwarded_prompts.inc()
 
     @property
     def url(self) -> WorkerUrl:
@@ -54,11 +73,6 @@ class RankPlacement:
     def authorization(self) -> bytes | None:
         value = self.rank.worker.authorization
         return None if value is None else value.encode()
-
-    @property
-    def cached_tokens(self) -> int:
-        """What the chosen rank was believed to hold, all tiers."""
-        return self.decision.chosen.candidate.cached_by_tier[3]
 
     @property
     def route_headers(self) -> Sequence[tuple[bytes, bytes]]:
@@ -85,8 +99,27 @@ class RankPlacement:
             self._fleet.fault(self.rank.worker, fault)
         elif outcome is Outcome.OK:
             self._fleet.served(self.rank.worker)
+            self._tell_rank(usage)
+        else:
+            self.rank.worker.breaker.neutral()
+        if outcome is not Outcome.OK:
+            usage = None
+        if usage is None:
+            self._lesson.ended(None, None)
+        else:
+            self._lesson.ended(usage.prompt_tokens, usage.cached_tokens)
         if outcome in SERVED:
-            self._count(usage if outcome is Outcome.OK else None)
+            self._count(usage)
+
+    def _tell_rank(self, usage: Usage | None) -> None:
+        """How many prompt tokens were new to the rank: if no event tells of them, its stream is not heard."""
+        plan = self._plan
+        if plan.route not in CACHING_ROUTES or plan.encoded:
+            return
+        if usage is not None and usage.prompt_tokens is not None and usage.cached_tokens is not None:
+            self.rank.served(usage.prompt_tokens - usage.cached_tokens, exact=True)
+        elif plan.prompt.ids is not None:
+            self.rank.served(plan.prompt.tokens - self.cached_tokens, exact=False)
 
     def _count(self, usage: Usage | None) -> None:
         metrics = self._metrics
@@ -95,13 +128,21 @@ class RankPlacement:
         tokens = self._plan.prompt.tokens if known or reported is None else reported
         metrics.prompt_tokens.inc(tokens)
         metrics.predicted_cached_tokens.inc(self.cached_tokens)
-        metrics.best_cached_tokens.inc(self.decision.best_cached_tokens)
+        metrics.best_cached_tokens.inc(self._best_cached_tokens)
+        metrics.blind_cached_tokens.inc(self._blind_cached_tokens)
+        for tally in (self.rank.tally, metrics.totals):
+            tally.placed(tokens, self.cached_tokens, self._best_cached_tokens, self._blind_cached_tokens)
         if usage is None or reported is None:
             return
         metrics.reported_prompt_tokens.inc(reported)
+        counted, info = self._plan.prompt.counted, self.rank.worker.info
+        if counted is not None and info is not None:
+            counted(ModelFacts.from_server_info(info), reported)
         if usage.cached_tokens is None:
             return
         metrics.reported_cached_tokens.inc(usage.cached_tokens)
+        for tally in (self.rank.tally, metrics.totals):
+            tally.reported(reported, usage.cached_tokens)
         if known and self.rank.trusted:
             error = self.cached_tokens - usage.cached_tokens
             metrics.prediction_error_tokens.inc("over" if error > 0 else "under", by=abs(error))

@@ -9,37 +9,49 @@ import random
 import resource
 import signal
 import ssl
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from router.admin import Admin
-from router.config import Config, Overrides, load_config
+from router.admin_fanout import FanOutRoutes
+from router.config import Config, DiscoveryConfig, Overrides, load_config
 from router.core import RoutingCore
 from router.engine_ask import EngineAsk
 from router.errors import ConfigError, RouterError
 from router.fleet.ask import probe_session
+from router.fleet.discovery.run import Discovery
 from router.fleet.registry import Fleet
 from router.fleet.worker import Worker
 from router.index.prefix import PrefixIndex
+from router.observe.access import AccessLog
+from router.observe.live import LivePage
 from router.observe.logs import set_up
 from router.observe.metrics import Metrics
+from router.observe.requests import Requests
+from router.observe.traces import Traces
 from router.policy.cost import CostWeights
 from router.policy.decide import Policy
 from router.policy.predicted import PredictedBlocks
 from router.prompt.models import ModelFacts
 from router.prompt.source import PromptSource
-from router.proxy.server import ListenerOptions, PublicListener
+from router.prompt.verify import Difference
+from router.proxy.queue import QueueOptions
+from router.proxy.server import ListenerOptions, PublicListener, parser_log
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
 from router.stream.sockets import new_context
 
 log = logging.getLogger("router")
 
 ADMIN_SHUTDOWN_S = 1.0
+THREAD_TURN_S = 0.001
+"""A thread that renders or tokenises gives way to the event loop after so long; Python's own 5 ms would be a stall."""
 MAX_PREPARED = 64
 """Kinds of engine whose tokenizer load was begun; the oldest is forgotten, and merely looked up again."""
 
@@ -57,6 +69,12 @@ class Service:
             max_blocks=config.index.max_blocks, max_blocks_per_slot=config.index.max_blocks_per_rank
         )
         metrics = Metrics()
+        self._access = AccessLog(dropped=metrics.access_lines_dropped.inc) if config.log.access else None
+        traces = config.traces
+        self._traces = (
+            Traces(traces.endpoint, sample=traces.sample, service_name=traces.service_name) if traces.endpoint else None
+        )
+        requests = Requests(tuple(sink for sink in (self._access, self._traces) if sink is not None))
         self.fleet = Fleet(
             config,
             self._index,
@@ -68,11 +86,20 @@ class Service:
             observer=metrics,
             on_described=self._prepare_prompts,
         )
+        self._discovery = Discovery(config.discovery, self.fleet, metrics, rng=random.Random())
         self._upstream = UpstreamClient(
             UpstreamLimits(connect_s=config.timeouts.connect_s, idle_s=config.timeouts.idle_s), tls=self._tls
         )
         self._ask = EngineAsk(self.fleet, self._tls)
-        self._prompts = PromptSource(config.tokenizer, ask=self._ask, count=metrics.prompts.inc)
+        self._prompts = PromptSource(
+            config.tokenizer,
+            ask=self._ask,
+            count=metrics.prompts.inc,
+            on_check=metrics.prompt_checks.inc,
+            on_drift=self._prompt_drift,
+            on_tokens=lambda result, tokens: metrics.prompt_cache_tokens.inc(result, by=tokens),
+        )
+        metrics.prompt_cache_bytes.set_function(lambda: self._prompts.cache.bytes)
         self.core = RoutingCore(
             fleet=self.fleet,
             index=self._index,
@@ -80,29 +107,63 @@ class Service:
             policy=_policy(config),
             predicted=PredictedBlocks(config.policy.prediction_ttl_s),
             metrics=metrics,
+            requests=requests,
+            traces=self._traces,
             expose_routing_headers=config.admin.expose_routing_headers,
+            allow_internal_fields=config.listen.allow_internal_fields,
             clock=clock,
         )
-        self._admin = Admin(config, self.fleet, self.core)
+        self._live = LivePage(self.fleet, requests, metrics.totals, policy=config.policy.name, clock=clock)
+        self._admin = Admin(config, self.fleet, self.core, self._live, FanOutRoutes(self.fleet, self._upstream))
         self._admin_runner = web.AppRunner(
-            self._admin.application(), access_log=None, shutdown_timeout=ADMIN_SHUTDOWN_S
+            self._admin.application(), access_log=None, logger=parser_log, shutdown_timeout=ADMIN_SHUTDOWN_S
         )
         self.listener = PublicListener(self.core, self._upstream, _listener_options(config))
+        metrics.waiting_requests.set_function(lambda: self.listener.waiting)
+        metrics.buffered_body_bytes.set_function(lambda: self.listener.buffered_bytes)
         self.admin_port = 0
         self._prepared: deque[ModelFacts] = deque(maxlen=MAX_PREPARED)
         self._loading: set[asyncio.Task[str]] = set()
+        self._incarnations: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
+
+    def _close_sinks(self) -> None:
+        for sink in (self._access, self._traces):
+            if sink is not None:
+                sink.close()
 
     def _prepare_prompts(self, worker: Worker) -> None:
         """Loads the worker's tokenizer before its first request; a load that is done or under way costs nothing."""
         if worker.info is None:
             return
         facts = ModelFacts.from_server_info(worker.info)
+        if self._incarnations.setdefault(worker, worker.incarnation) != worker.incarnation:
+            self._incarnations[worker] = worker.incarnation
+            self._prompts.doubt(facts)
+            for other in self._of(facts):
+                other.drift_over("prompt")
+        if (seen := self._prompts.drift(facts)) is not None:  # a new incarnation of what is known to differ
+            self._prompt_drift(facts, seen)
         if facts in self._prepared:
             return
         self._prepared.append(facts)
         task = asyncio.create_task(self._prompts.prepare(facts))
         self._loading.add(task)
         task.add_done_callback(lambda done: self._loaded(done, worker, facts))
+
+    def _prompt_drift(self, facts: ModelFacts, seen: Difference) -> None:
+        """Flags every worker whose prompts are made by the same rules. No token id leaves the log."""
+        feature = "+".join(sorted(seen.features)) or "plain"
+        where = f"token {seen.at}" if seen.at >= 0 else "number of tokens"
+        advice = (
+            f"prompts with {feature} are not made as this engine makes them, so its own tokenizer is asked; "
+            "compare its chat template and tokenizer with those of tokenizer.path"
+        )
+        for worker in self._of(facts):
+            worker.drifted("prompt", "prompts as rendered here", f"{where} differs", advice)
+
+    def _of(self, facts: ModelFacts) -> list[Worker]:
+        described = [(worker, worker.info) for worker in self.fleet.workers if worker.info is not None]
+        return [worker for worker, info in described if ModelFacts.from_server_info(info) == facts]
 
     def _loaded(self, done: asyncio.Task[str], worker: Worker, facts: ModelFacts) -> None:
         self._loading.discard(done)
@@ -128,6 +189,8 @@ class Service:
             raise ConfigError(f"admin: cannot bind {admin.host}:{admin.port}: {error.strerror or error}") from None
         self.admin_port = int(self._admin_runner.addresses[0][1])
         self.fleet.start()
+        self._live.start()
+        self._discovery.start()
 
     def reload(self, config: Config) -> None:
         """Takes over workers and keys; every other setting needs a restart."""
@@ -147,7 +210,10 @@ class Service:
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish for `grace_s`, then closes every socket and task."""
         await self.listener.close(grace_s)
+        await self._live.close()
+        await asyncio.to_thread(self._close_sinks)
         await self._admin_runner.cleanup()
+        await self._discovery.close()
         await self.fleet.close()
         for task in self._loading:
             task.cancel()
@@ -188,11 +254,14 @@ def _listener_options(config: Config) -> ListenerOptions:
         host=config.listen.host,
         port=config.listen.port,
         max_body_bytes=config.listen.max_body_mb << 20,
+        max_buffered_bytes=config.listen.max_buffered_mb << 20,
         body_s=config.timeouts.body_s,
         api_keys=tuple(key.reveal() for key in config.api_keys),
         forward_authorization=config.forward_authorization,
         metrics=config.listen.metrics,
         tls=_listener_tls(config),
+        queue=QueueOptions(config.admission.max_waiting, config.admission.wait_s),
+        priority_header=config.admission.priority_header,
     )
 
 
@@ -221,6 +290,7 @@ def serve(
     config = load_config(path, overrides)
     set_up(config.log.format, config.log.level)
     _raise_file_limit()
+    sys.setswitchinterval(THREAD_TURN_S)
 
     def reread() -> Config:
         return load_config(path, overrides)
@@ -305,7 +375,7 @@ def _announce(config: Config, service: Service) -> None:
     }
     print(json.dumps(where), flush=True)
     log.info("listening", extra=where)
-    if not config.workers:
+    if not config.workers and config.discovery == DiscoveryConfig():
         log.warning("no workers yet: give --worker URL, or POST /workers on the admin listener")
 
 

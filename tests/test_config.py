@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from router.config import (
     Config,
+    DnsConfig,
+    KubernetesConfig,
     KvEventsConfig,
     Overrides,
     RankConfig,
@@ -128,17 +130,47 @@ def test_every_problem_is_reported_at_once() -> None:
     assert [line.split(":")[0] for line in found] == ["listen.port", "logs", "workers[0].model"]
 
 
-@pytest.mark.parametrize("kind", ["dns", "kubernetes"])
-def test_discovery_that_is_not_built_yet_is_refused_and_not_ignored(kind: str) -> None:
-    assert problems({"discovery": {kind: {}}}) == [
-        f"discovery.{kind}: not available in this release; list the engines under workers"
-    ]
+@pytest.mark.parametrize(
+    ("discovery", "said"),
+    [
+        ({"dns": {}}, ["discovery.dns.names: missing"]),
+        ({"dns": {"names": []}}, ["discovery.dns.names: give at least one, each once"]),
+        ({"dns": {"names": ["a"], "ports": [1, 1]}}, ["discovery.dns.ports: give at least one, each once"]),
+        ({"dns": {"names": ["a b"]}}, ["discovery.dns.names[0]: host 'a b' is neither a DNS name nor an IP address"]),
+        ({"kubernetes": {}}, ["discovery.kubernetes.selector: missing"]),
+        (
+            {"kubernetes": {"selector": "a=b", "ports": ["Http"]}},
+            [
+                "discovery.kubernetes.ports[0]: 'Http' is not allowed; expected an integer from 1 to 65535 or text of "
+                "at most 15 characters (in quotes if it looks like a number) without control characters"
+            ],
+        ),
+        (
+            {"kubernetes": {"selector": "a=b", "kv_events": {"host": "h"}}},
+            ["discovery.kubernetes.kv_events.host: names one machine, and this is for many; use the ports"],
+        ),
+    ],
+)
+def test_discovery_that_could_find_nothing_is_refused(discovery: dict[str, Any], said: list[str]) -> None:
+    assert problems({"discovery": discovery}) == said
+
+
+def test_the_commented_discovery_of_the_example_is_valid() -> None:
+    lines = EXAMPLE.read_text().split("\n")
+    start = lines.index(next(line for line in lines if line.startswith("discovery:")))
+    text = "\n".join(lines[start + 1 : lines.index("", start)])
+    text = text.replace("  #  ", "    ").replace("dns: null", "dns:").replace("kubernetes: null", "kubernetes:")
+    discovery = built({"discovery": yaml.safe_load(text)}).discovery
+    assert discovery.dns == DnsConfig(names=("engines.default.svc.cluster.local",))
+    assert discovery.kubernetes == KubernetesConfig(selector="app=sglang")
 
 
 def test_static_discovery_is_more_workers() -> None:
     config = built({"workers": [{"url": "http://a"}], "discovery": {"static": [{"url": "http://b"}]}})
     assert [worker.url.text for worker in config.workers] == ["http://a:80", "http://b:80"]
     assert config.discovery.static == ()
+    both = built({"discovery": {"static": [{"url": "http://b"}], "dns": {"names": ["a"]}}})
+    assert both.discovery.dns == DnsConfig(names=("a",))
 
 
 def test_one_engine_listed_twice_is_refused_after_normalisation() -> None:
@@ -152,6 +184,13 @@ def test_one_engine_listed_twice_is_refused_after_normalisation() -> None:
     [
         ({"policy": {"name": "random", "u_weight": 1}}, "policy.u_weight: has no effect with policy.name random"),
         ({"tokenizer": {"mode": "engine", "path": "/"}}, "tokenizer.path: has no effect with tokenizer.mode engine"),
+        ({"tokenizer": {"mode": "off", "cache_mb": 5}}, "tokenizer.cache_mb: has no effect with tokenizer.mode off"),
+        ({"tokenizer": {"mode": "local", "verify_every": 9}}, "tokenizer.verify_every: has no effect with"),
+        (
+            {"tokenizer": {"verify_every": 0, "forward_ids": True}},
+            "tokenizer.forward_ids: has no effect with tokenizer.verify_every 0: nothing is compared",
+        ),
+        ({"tokenizer": {"verify_every": 0, "log_text": True}}, "tokenizer.log_text: has no effect with"),
         ({"index": {"max_blocks": 2048, "max_blocks_per_rank": 4096}}, "index.max_blocks_per_rank: 4096 has no effect"),
     ],
 )
@@ -273,7 +312,9 @@ def test_relative_paths_start_at_the_files_folder(tmp_path: Path) -> None:
     assert config.tokenizer.path == tmp_path / "tok"
     assert config.listen.tls is not None
     assert config.listen.tls.cert == tmp_path / "key.pem"
-    assert config.masked()["tokenizer"] == {"path": str(tmp_path / "tok"), "chat_template": None, "mode": "auto"}
+    tokenizer = config.masked()["tokenizer"]
+    assert isinstance(tokenizer, dict)
+    assert (tokenizer["path"], tokenizer["chat_template"], tokenizer["mode"]) == (str(tmp_path / "tok"), None, "auto")
 
 
 def test_yaml_errors_say_where(tmp_path: Path) -> None:
@@ -368,3 +409,33 @@ def test_any_worker_entry_is_a_worker_or_a_config_error(entry: object) -> None:
     except ConfigError:
         return
     assert WorkerUrl.parse(worker.url.text) == worker.url
+
+
+def test_limits_and_the_line_of_those_who_wait() -> None:
+    admission = built({"admission": {"max_inflight_per_worker": 8, "wait_s": 2, "priority_header": "x-p"}}).admission
+    assert (admission.max_inflight_per_worker, admission.max_waiting, admission.wait_s) == (8, 1024, 2)
+    own = built({"workers": [{"url": "http://w", "max_inflight": 3}], "admission": {"max_waiting": 5}})
+    assert own.workers[0].max_inflight == 3
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ({"admission": {"wait_s": 2}}, "admission.wait_s: has no effect without admission.max_inflight_per_worker"),
+        ({"admission": {"max_waiting": 2}}, "admission.max_waiting: has no effect without admission.max_inflight_per"),
+        (
+            {"admission": {"max_inflight_per_worker": 1, "max_waiting": 0, "wait_s": 2}},
+            "admission.max_waiting: 0 lets nobody wait, so wait_s and priority_header have no effect",
+        ),
+        (
+            {"admission": {"max_inflight_per_worker": 1, "priority_header": "a b"}},
+            "admission.priority_header: 'a b' is not allowed",
+        ),
+        (
+            {"listen": {"max_body_mb": 64, "max_buffered_mb": 63}},
+            "listen.max_buffered_mb: 63 refuses a body that max_body_mb allows",
+        ),
+    ],
+)
+def test_a_limit_that_contradicts_another_or_limits_nothing_is_an_error(document: object, problem: str) -> None:
+    assert problems(document)[0].startswith(problem)

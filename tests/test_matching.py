@@ -5,7 +5,8 @@ from __future__ import annotations
 from router.contract.events import Tier
 from router.hashing import Namespace, Scheme, pack_ids, prompt_keys
 from router.index.prefix import PrefixIndex
-from router.matching import PrefixMatch, PromptKeys
+from router.matching import PromptKeys, prompt_credits
+from router.policy.decide import NO_CREDIT, Credit
 from router.policy.predicted import PredictedBlocks
 
 SCHEME = Scheme("sglang-sha256", 4, False)
@@ -18,8 +19,15 @@ def keys_of(scheme: Scheme = SCHEME, namespace: Namespace | None = None) -> list
     return keys
 
 
-def match(index: PrefixIndex, predicted: PredictedBlocks | None = None, keys: PromptKeys | None = None) -> PrefixMatch:
-    return PrefixMatch(index, predicted or PredictedBlocks(10.0), keys or PromptKeys(IDS, Namespace()))
+def credit(
+    index: PrefixIndex,
+    slot: int,
+    predicted: PredictedBlocks | None = None,
+    keys: PromptKeys | None = None,
+    schemes: tuple[Scheme, ...] = (SCHEME,),
+) -> Credit:
+    found = prompt_credits(index, predicted or PredictedBlocks(10.0), keys or PromptKeys(IDS, Namespace()), schemes)
+    return found.get(slot, NO_CREDIT)
 
 
 def test_credit_is_in_tokens_by_tier_and_cumulative() -> None:
@@ -27,7 +35,7 @@ def test_credit_is_in_tokens_by_tier_and_cumulative() -> None:
     slot, keys = index.open_slot(), keys_of()
     index.store(slot, Tier.GPU, keys[:2])
     index.store(slot, Tier.CPU_PINNED, keys[2:3])
-    assert match(index).tokens(SCHEME, slot) == ((8, 12, 12, 12), 12)
+    assert credit(index, slot) == (8, 12, 12, 12, 12)
 
 
 def test_the_last_prompt_token_is_never_credited() -> None:
@@ -35,7 +43,7 @@ def test_the_last_prompt_token_is_never_credited() -> None:
     index = PrefixIndex()
     slot, exact = index.open_slot(), PromptKeys(pack_ids(range(16)), Namespace())
     index.store(slot, Tier.GPU, keys_of())
-    assert match(index, keys=exact).tokens(SCHEME, slot)[0][0] == 12
+    assert credit(index, slot, keys=exact)[0] == 12
 
 
 def test_predicted_blocks_extend_the_belief_but_not_the_credit() -> None:
@@ -43,7 +51,7 @@ def test_predicted_blocks_extend_the_belief_but_not_the_credit() -> None:
     slot, keys = index.open_slot(), keys_of()
     index.store(slot, Tier.GPU, keys[:1])
     predicted.add(slot, keys[1:3], 0.0)
-    assert match(index, predicted).tokens(SCHEME, slot) == ((4, 4, 4, 4), 12)
+    assert credit(index, slot, predicted) == (4, 4, 4, 4, 12)
 
 
 def test_each_scheme_of_the_fleet_has_its_own_keys_and_width() -> None:
@@ -52,10 +60,9 @@ def test_each_scheme_of_the_fleet_has_its_own_keys_and_width() -> None:
     first, second = index.open_slot(), index.open_slot()
     index.store(first, Tier.GPU, keys_of(wide))
     index.store(second, Tier.GPU, keys_of(own)[:3])
-    found = match(index)
-    assert found.tokens(wide, first)[0][0] == 16
-    assert found.tokens(own, second)[0][0] == 12
-    assert found.tokens(SCHEME, first)[0][0] == 0
+    assert credit(index, first, schemes=(wide, own))[0] == 16
+    assert credit(index, second, schemes=(wide, own))[0] == 12
+    assert credit(index, first) == NO_CREDIT
 
 
 def test_no_ids_and_namespaces_that_cannot_be_reproduced_earn_nothing() -> None:

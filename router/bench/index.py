@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.contract.events import EventBatch, Tier, decode_batch
+from router.fleet.registry import SWEEP_BLOCKS
 from router.hashing import Scheme, pack_ids, prompt_keys
 from router.index.ledger import RankLedger, WorkerScheme
 from router.index.prefix import PrefixIndex
@@ -36,8 +37,10 @@ def run(blocks: int, ranks: int) -> dict[str, Any]:
     """Fill an index with `blocks` blocks spread over `ranks` ranks of one worker, then look up and remove.
 
     Returns the `bench index` object that `--json` writes. `ingest_events_per_s` is that of one event a message, the
-    form a loaded engine sends; `…_by_batch` has it for 8 a message too. Lookup times are medians; `bytes_per_block` is
-    growth of this process's resident memory. Raises ValueError for numbers that leave nothing to measure.
+    form a loaded engine sends; `…_by_batch` has it for 8 a message too. Lookup times are medians of a prompt seen
+    before; `first_lookup_us` is that of the longest prompt, never seen. `clear_us` and `sweep_slice_ms` are what it
+    takes to clear one rank, and the slices in which its memory is given back. `bytes_per_block` is growth of this
+    process's resident memory. Raises ValueError for numbers that leave nothing to measure.
     """
     if ranks < 1 or blocks < 16_384:
         raise ValueError(
@@ -49,7 +52,9 @@ def run(blocks: int, ranks: int) -> dict[str, Any]:
     grown = _resident_bytes() - before
     held = fleet.index.total_blocks
     lookup_us, with_holes_us = fleet.lookups()
+    first_us = fleet.first_lookup_us()
     removed_per_s = fleet.removals()
+    clear_us, slices_ms = fleet.clear()
     by_batch = {str(size): round(events[size] / seconds[size]) for size in _EVENTS_PER_BATCH}
     return {
         "blocks": held,
@@ -60,6 +65,9 @@ def run(blocks: int, ranks: int) -> dict[str, Any]:
         "remove_blocks_per_s": round(removed_per_s),
         "lookup_us": lookup_us,
         "lookup_us_with_holes": with_holes_us,
+        "first_lookup_us": first_us,
+        "clear_us": clear_us,
+        "sweep_slice_ms": slices_ms,
         "bytes_per_block": round(grown / held, 1),
     }
 
@@ -78,6 +86,11 @@ def print_table(result: dict[str, Any], console: Console) -> None:
             f"lookup of {size} blocks, all ranks; with holes",
             f"{result['lookup_us'][size]} µs; {result['lookup_us_with_holes'][size]} µs",
         )
+    longest = max(LOOKUP_BLOCKS)
+    table.add_row(f"first lookup of {longest} blocks, all ranks", f"{result['first_lookup_us']} µs")
+    table.add_row("clear of one rank", f"{result['clear_us']} µs")
+    slices = result["sweep_slice_ms"]
+    table.add_row("its sweep, a slice: median; worst", f"{slices['median']} ms; {slices['worst']} ms")
     table.add_row("memory", f"{result['bytes_per_block']} bytes/block")
     console.print(table)
 
@@ -132,10 +145,7 @@ class _Fleet:
         """Median µs of a lookup: all ranks hold the whole chain; all but one lack one block somewhere."""
         whole, holed = {}, {}
         for blocks in LOOKUP_BLOCKS:
-            chain = self._hashes(blocks)
-            for slot in self.slots:
-                for start in range(0, blocks, BLOCKS_PER_EVENT):
-                    self.index.store(slot, Tier.GPU, chain[start : start + BLOCKS_PER_EVENT])
+            chain = self._resident_chain(blocks)
             query = [key + 0 for key in chain]  # a prompt's keys are not the objects the index holds
             whole[str(blocks)] = self._lookup_us(query, dict.fromkeys(self.slots, blocks))
             # The first rank keeps its chain, so that no lookup ends early.
@@ -146,6 +156,42 @@ class _Fleet:
             for slot in self.slots:
                 self.index.remove(slot, None, chain)
         return whole, holed
+
+    def _resident_chain(self, blocks: int) -> list[int]:
+        """A prompt's keys that every rank holds."""
+        chain = self._hashes(blocks)
+        for slot in self.slots:
+            for start in range(0, blocks, BLOCKS_PER_EVENT):
+                self.index.store(slot, Tier.GPU, chain[start : start + BLOCKS_PER_EVENT])
+        return chain
+
+    def first_lookup_us(self) -> float:
+        """Median µs of the first lookup of a prompt."""
+        return round(statistics.median([self._first_lookup_s() for _ in range(15)]) * 1e6, 1)
+
+    def _first_lookup_s(self) -> float:
+        chain = self._resident_chain(max(LOOKUP_BLOCKS))
+        query = [key + 0 for key in chain]
+        (seconds,) = _repeat(lambda: self.index.match(query), 1)
+        for slot in self.slots:
+            self.index.remove(slot, None, chain)
+        return seconds
+
+    def clear(self) -> tuple[float, dict[str, float]]:
+        """(µs to clear the first rank, ms a slice of the sweep that follows)."""
+        while self.index.sweep(SWEEP_BLOCKS):
+            pass
+        (cleared_s,) = _repeat(lambda: self.index.clear(self.slots[0]), 1)
+        slices_s = []
+        more = True
+        while more:
+            start = time.process_time()
+            more = self.index.sweep(SWEEP_BLOCKS)
+            slices_s.append(time.process_time() - start)
+        return round(cleared_s * 1e6, 1), {
+            "median": round(statistics.median(slices_s) * 1e3, 2),
+            "worst": round(max(slices_s) * 1e3, 2),
+        }
 
     def _lookup_us(self, query: list[int], expected: dict[int, int]) -> float:
         found = self.index.match(query)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from router.config.schema import Config, KvEventsConfig, WorkerConfig
+from router.config.schema import Config, DiscoveryConfig, DnsConfig, KvEventsConfig, WorkerConfig
 from router.contract.url import diallable_host, parse_tcp_endpoint
 
+COMPARED_ONLY = ("forward_ids", "log_text")
 KV_ONLY = ("u_weight", "decode_weight", "share_weight", "share_tau_s")
 _ANY_HOST = frozenset({"0.0.0.0", "::", "*"})
 
@@ -21,6 +22,7 @@ def cross_check(config: Config, document: Mapping[object, object]) -> list[str]:
             for number, worker in enumerate(config.workers)
             for problem in check_worker(worker)
         ),
+        *_discovery(config.discovery),
         *_without_effect(config, document),
     ]
 
@@ -65,6 +67,27 @@ def _kv_events(events: KvEventsConfig) -> Iterator[str]:
             yield f"endpoint_port_base: the last of {events.dp_size} ranks would be on port {last}, past 65535"
 
 
+def _discovery(discovery: DiscoveryConfig) -> Iterator[str]:
+    for name, source in (("dns", discovery.dns), ("kubernetes", discovery.kubernetes)):
+        if source is None:
+            continue
+        lists: dict[str, tuple[object, ...]] = {"ports": source.ports}
+        if isinstance(source, DnsConfig):
+            lists["names"] = source.names
+        for many, entries in lists.items():
+            if not entries or len(set(entries)) < len(entries):
+                yield f"discovery.{name}.{many}: give at least one, each once"
+        if source.kv_events is not None:
+            for problem in _kv_events(source.kv_events):
+                yield f"discovery.{name}.kv_events.{problem}"
+            for one in ("host", "endpoints"):
+                if getattr(source.kv_events, one):
+                    yield f"discovery.{name}.kv_events.{one}: names one machine, and this is for many; use the ports"
+    if discovery.dns is not None:
+        for number, host in enumerate(discovery.dns.names):
+            yield from _refused(f"discovery.dns.names[{number}]", diallable_host, host)
+
+
 def _refused(key: str, check: Callable[[str], object], text: str) -> Iterator[str]:
     try:
         check(text)
@@ -78,9 +101,26 @@ def _without_effect(config: Config, document: Mapping[object, object]) -> Iterat
             if key in _given(document, "policy"):
                 yield f"policy.{key}: has no effect with policy.name {config.policy.name}"
     if config.tokenizer.mode in ("engine", "off"):
-        for key in ("path", "chat_template"):
-            if getattr(config.tokenizer, key) is not None:
+        for key in ("path", "chat_template", "cache_mb", "verify_every", "forward_ids", "log_text"):
+            if _given(document, "tokenizer").get(key) is not None:
                 yield f"tokenizer.{key}: has no effect with tokenizer.mode {config.tokenizer.mode}"
+    elif config.tokenizer.mode == "local" or config.tokenizer.verify_every == 0:
+        why = "with tokenizer.mode local" if config.tokenizer.mode == "local" else "with tokenizer.verify_every 0"
+        compared = ("verify_every", "forward_ids", "log_text") if config.tokenizer.mode == "local" else COMPARED_ONLY
+        for key in compared:
+            if _given(document, "tokenizer").get(key):
+                yield f"tokenizer.{key}: has no effect {why}: nothing is compared"
+    admission = config.admission
+    if admission.max_inflight_per_worker is None and not any(w.max_inflight for w in config.workers):
+        for unused in _given(document, "admission").keys() - {"max_inflight_per_worker"}:
+            yield f"admission.{unused}: has no effect without admission.max_inflight_per_worker: nobody waits"
+    elif admission.max_waiting == 0 and _given(document, "admission").keys() & {"wait_s", "priority_header"}:
+        yield "admission.max_waiting: 0 lets nobody wait, so wait_s and priority_header have no effect"
+    if config.listen.max_buffered_mb < config.listen.max_body_mb:
+        yield f"listen.max_buffered_mb: {config.listen.max_buffered_mb} refuses a body that max_body_mb allows"
+    if config.traces.endpoint is None:
+        for unused in _given(document, "traces").keys() - {"endpoint"}:
+            yield f"traces.{unused}: has no effect without traces.endpoint"
     limits = _given(document, "index")
     if {
         "max_blocks",

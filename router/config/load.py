@@ -95,7 +95,8 @@ def _with_static_workers(config: Config) -> Config:
     if not config.discovery.static:
         return config
     fields = {name: getattr(config, name) for name in config.__struct_fields__}
-    fields.update(workers=config.workers + config.discovery.static, discovery=DiscoveryConfig())
+    discovery = DiscoveryConfig(dns=config.discovery.dns, kubernetes=config.discovery.kubernetes)
+    fields.update(workers=config.workers + config.discovery.static, discovery=discovery)
     return Config(**fields)
 
 

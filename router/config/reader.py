@@ -18,9 +18,6 @@ from router.config.secret import Secret, resolve_secret
 from router.contract.url import WorkerUrl
 from router.errors import ConfigError
 
-# Promised by the interface, not built yet: refused, since a setting without effect would mislead.
-UNAVAILABLE = frozenset({"discovery.dns", "discovery.kubernetes"})
-
 S = TypeVar("S", bound=Section)
 
 
@@ -138,8 +135,6 @@ class Reader:
 
     def _unknown(self, key: object, known: list[str], where: str) -> _BadValue:
         dotted = _join(where, key if isinstance(key, str) and key.isprintable() else _shown(key))
-        if dotted in UNAVAILABLE:
-            return self._bad(dotted, "not available in this release; list the engines under workers")
         close = [_join(where, name) for name in difflib.get_close_matches(str(key)[:100], known, n=1)]
         close = close or [name for name in self._every_key if name.rsplit(".", 1)[-1] == key][:1]
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
@@ -177,6 +172,8 @@ def _expected(info: msgspec.inspect.Type) -> str:
             return f"a number from {low} to {high}"
         case msgspec.inspect.FloatType(gt=low, le=high):
             return f"a number above {low}, at most {high}"
+        case msgspec.inspect.UnionType(types=kinds):
+            return " or ".join(map(_expected, kinds))
         case msgspec.inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
         case msgspec.inspect.StrType(max_length=most):

@@ -18,9 +18,13 @@ ListenPort = Annotated[int, Meta(ge=0, le=65535)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 SecondsOrZero = Annotated[float, Meta(ge=0, le=86400)]
+Inflight = Annotated[int, Meta(ge=1, le=1_000_000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 # Control characters and lone surrogates can be neither a path, a host nor a log line.
 Text = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z")]
+IpFamily = Literal["auto", "ipv4", "ipv6"]
+# What Kubernetes allows as the name of a container port.
+PortName = Annotated[str, Meta(max_length=15, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")]
 Topic = Annotated[str, Meta(max_length=256, pattern=r"^[^\ud800-\udfff]*\Z")]
 
 
@@ -37,6 +41,8 @@ class ListenConfig(Section, frozen=True):
     host: Text = "0.0.0.0"
     port: ListenPort = 8080
     max_body_mb: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_buffered_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 1024
+    allow_internal_fields: bool = False
     metrics: bool = True
     tls: TlsConfig | None = None
 
@@ -74,6 +80,7 @@ class WorkerConfig(Section, frozen=True):
     api_key: Secret | None = None
     model: Text | None = None
     role: Literal["plain", "prefill", "decode"] | None = None
+    max_inflight: Inflight | None = None
     kv_events: KvEventsConfig | None = None
 
 
@@ -89,14 +96,63 @@ class TimeoutsConfig(Section, frozen=True):
     grace_s: SecondsOrZero = 60.0
 
 
+class DnsConfig(Section, frozen=True):
+    """Headless services: every address of `names`, with each of `ports`, is a worker."""
+
+    names: tuple[Text, ...]
+    ports: tuple[Port, ...] = (30000,)
+    ip_family: IpFamily = "auto"
+    interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 5.0
+    api_key: Secret | None = None
+    kv_events: KvEventsConfig | None = None
+
+
+class KubernetesApiConfig(Section, frozen=True):
+    """For a router outside of the cluster; each key given beats what the pod's service account says."""
+
+    url: WorkerUrl | None = None
+    token_file: Path | None = None
+    ca: Path | None = None
+
+
+class KubernetesConfig(Section, frozen=True):
+    """Pods by label: every pod that `selector` matches, with each of `ports`, is a worker."""
+
+    selector: Text
+    namespace: Text | None = None
+    ports: tuple[Port | PortName, ...] = (30000,)
+    ip_family: IpFamily = "auto"
+    model_label: Text = "kv-router/model"
+    role_label: Text = "kv-router/role"
+    relist_s: Annotated[float, Meta(ge=1, le=3600)] = 300.0
+    api_key: Secret | None = None
+    kv_events: KvEventsConfig | None = None
+    api: KubernetesApiConfig = KubernetesApiConfig()
+
+
+class AdmissionConfig(Section, frozen=True):
+    """Limits on requests in flight per worker, and the line of those that wait for room."""
+
+    max_inflight_per_worker: Inflight | None = None
+    max_waiting: Annotated[int, Meta(ge=0, le=1_000_000)] = 1024
+    wait_s: Seconds = 30.0
+    priority_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9-]{1,64}\Z")] | None = None
+
+
 class DiscoveryConfig(Section, frozen=True):
     static: tuple[WorkerConfig, ...] = ()
+    dns: DnsConfig | None = None
+    kubernetes: KubernetesConfig | None = None
 
 
 class TokenizerConfig(Section, frozen=True):
     path: Path | None = None
     chat_template: Path | None = None
     mode: Literal["auto", "local", "engine", "off"] = "auto"
+    cache_mb: Annotated[int, Meta(ge=0, le=65536)] = 256
+    verify_every: Annotated[int, Meta(ge=0, le=1_000_000)] = 1000
+    forward_ids: bool = False
+    log_text: bool = False
 
 
 class PolicyConfig(Section, frozen=True):
@@ -119,6 +175,7 @@ class FleetConfig(Section, frozen=True):
     probe_timeout_s: Annotated[float, Meta(ge=1.5, le=600)] = 10.0
     info_interval_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
     unhealthy_after: Annotated[int, Meta(ge=1, le=100)] = 3
+    load_poll_s: Annotated[float, Meta(ge=0, le=60)] = 1.0
 
 
 class IndexConfig(Section, frozen=True):
@@ -129,6 +186,13 @@ class IndexConfig(Section, frozen=True):
 class LogConfig(Section, frozen=True):
     format: Literal["console", "json"] = "console"
     level: Literal["debug", "info", "warning", "error"] = "info"
+    access: bool = False
+
+
+class TracesConfig(Section, frozen=True):
+    endpoint: Annotated[str, Meta(max_length=4096, pattern=r"^https?://[^\s/]+\S*\Z")] | None = None
+    sample: Share = 1.0
+    service_name: Text = "kv-router"
 
 
 class Config(Section, frozen=True):
@@ -142,12 +206,14 @@ class Config(Section, frozen=True):
     api_keys: tuple[Secret, ...] = ()
     worker_tls: WorkerTlsConfig = WorkerTlsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     policy: PolicyConfig = PolicyConfig()
     fleet: FleetConfig = FleetConfig()
     index: IndexConfig = IndexConfig()
     log: LogConfig = LogConfig()
+    traces: TracesConfig = TracesConfig()
 
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but should be seen in the log at start."""

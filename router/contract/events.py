@@ -26,6 +26,8 @@ MAX_FRAME_BYTES = 32 * 1024 * 1024
 MAX_EVENTS = 65_536  # per batch
 MAX_HASHES = 65_536  # per event (case 9)
 MAX_TOKENS = 8 * 1024 * 1024  # per event
+# Going through a batch event by event costs 10 ns a byte at worst, which everything else waits for.
+MAX_SALVAGE_BYTES = 2 * 1024 * 1024
 _MAX_FIELDS = 64  # per event; real ones have at most 15
 
 # Everything a decoder can raise on hostile bytes: bad UTF-8 and numbers out of range are ValueErrors.
@@ -272,6 +274,8 @@ def _canonical(
 
 
 def _decode_mixed(payload: bytes | memoryview) -> EventBatch:
+    if len(payload) > MAX_SALVAGE_BYTES:
+        raise ValueError(f"one of its events is not usable, and {len(payload)} bytes are too many to go through singly")
     outer = _loose_batch.decode(payload)
     rank = _optional(_int, outer.rank)
     ts: float = _optional(_float, outer.ts) or 0.0

@@ -18,25 +18,25 @@ from rich.live import Live
 from router.demo.client import run_phase
 from router.demo.processes import DemoFailure, Fleet
 from router.demo.stats import PhaseStats, findings
-from router.demo.table import progress_table, result_table
+from router.demo.table import NAMES, progress_table, result_table
 from router.demo.workload import make_workload
 
 POLICIES = ("kv", "round_robin")
 
 
-def demo(*, duration_s: float, engines: int, seed: int, json_path: Path | None) -> int:
+def demo(*, duration_s: float, engines: int, seed: int, json_path: Path | None, hold: bool = False) -> int:
     """Returns 0 when every finding holds, 1 when one does not, 2 when the demo could not run."""
     if engines < 2:
         print("kv-router demo: --engines must be at least 2, or there is nothing to choose", file=sys.stderr)
         return 2
     try:
-        return asyncio.run(_demo(duration_s, engines, seed, json_path))
+        return asyncio.run(_demo(duration_s, engines, seed, json_path, hold))
     except DemoFailure as failure:
         print(f"kv-router demo: {failure}", file=sys.stderr)
         return 2
 
 
-async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | None) -> int:
+async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | None, hold: bool) -> int:
     console = Console()
     users = make_workload(engines, duration_s, seed)
     console.print(
@@ -47,6 +47,7 @@ async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | No
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         for policy, stats in phases.items():
             async with Fleet(engines, policy) as fleet:
+                console.print(f"{NAMES[policy]}: live page {fleet.admin}/ui", soft_wrap=True)
                 started = time.monotonic()
 
                 def show(stats: PhaseStats = stats, fleet: Fleet = fleet, started: float = started) -> None:
@@ -71,4 +72,16 @@ async def _demo(duration_s: float, engines: int, seed: int, json_path: Path | No
             "round_robin": round_robin.as_json(),
         }
         await asyncio.to_thread(json_path.write_text, json.dumps(document, indent=2) + "\n")
+    if hold:
+        await _hold(console, engines, duration_s, seed)
     return 0 if all(holds for _, holds in checks) else 1
+
+
+async def _hold(console: Console, engines: int, duration_s: float, seed: int) -> None:
+    """Load without end on one KV-aware fleet, other conversations each round, for whoever looks at the live page."""
+    async with Fleet(engines, "kv") as fleet:
+        console.print(f"live page: {fleet.admin}/ui   requests: {fleet.base}   Ctrl-C ends it", soft_wrap=True)
+        while True:
+            seed += 1
+            users = make_workload(engines, duration_s, seed)
+            await run_phase(fleet, users, PhaseStats("kv"), lambda: None)

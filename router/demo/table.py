@@ -15,7 +15,7 @@ NAMES = {"kv": "KV-aware", "round_robin": "round-robin"}
 def progress_table(
     phases: Iterable[PhaseStats], current: PhaseStats, elapsed_s: float, duration_s: float, fleet: Fleet
 ) -> Table:
-    table = Table(title=f"router {fleet.base}   fleet: {fleet.admin}/workers   metrics: {fleet.admin}/metrics")
+    table = Table(title=f"router {fleet.base}   metrics: {fleet.admin}/metrics")
     for name in ("policy", "progress", "requests", "hit rate", "one unbounded cache", "TTFT p50", "TTFT p99"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for stats in phases:

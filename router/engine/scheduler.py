@@ -57,7 +57,8 @@ class Request:
 class Load:
     """The positions of a LoadStat after its name and without the rank (engine contract, section 4).
 
-    What waits counts as uncached by what was resident when it came.
+    What waits counts as uncached by what was resident when it came; of a prompt half prefilled the rest counts too, as
+    SGLang 0.5.23 has it (routers that do not see it take a rank with a long prompt under way for an idle one).
     """
 
     running: int
@@ -150,7 +151,8 @@ class Scheduler:
             waiting=len(self.waiting),
             kv_tokens_used=used,
             kv_capacity=self.capacity_tokens(),
-            waiting_uncached_tokens=sum(r.uncached_estimate_tokens for r in self.waiting),
+            waiting_uncached_tokens=sum(r.uncached_estimate_tokens for r in self.waiting)
+            + sum(r.prompt_tokens - r.computed_tokens for r in self.running),
             used_plus_queued_tokens=used + sum(r.prompt_tokens for r in self.waiting),
             max_running=self._timing.max_running,
             total_prefill_uncached_tokens=self._prefilled_tokens,

@@ -19,8 +19,9 @@ class TimingProfile:
     max_running: int = 128
 
     def prefill_s(self, tokens: int, context_tokens: int) -> float:
-        """Computing `tokens` prompt tokens that end at position `context_tokens`."""
-        return tokens / self.prefill_tokens_per_s * (1 + context_tokens / self.attention_context_tokens)
+        """Computing `tokens` prompt tokens that end at position `context_tokens`: their mean context counts."""
+        context = context_tokens - tokens / 2
+        return tokens / self.prefill_tokens_per_s * (1 + context / self.attention_context_tokens)
 
     def step_s(self, prefill_s: float, decoding: int, kv_tokens: int) -> float:
         """One step: prefill and decodes share it, the longer of the two counts."""

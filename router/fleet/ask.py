@@ -62,6 +62,11 @@ async def ask_info(session: aiohttp.ClientSession, worker: Worker, timeout_s: fl
     return await _ask_models(session, worker, timeout_s, None)
 
 
+async def ask_metrics(session: aiohttp.ClientSession, worker: Worker, timeout_s: float) -> bytes:
+    """The engine's Prometheus page. Raises Unanswered."""
+    return await _get(session, worker, "/metrics", timeout_s)
+
+
 class _Model(msgspec.Struct):
     """One of /v1/models. vLLM lists adapters too: they have a parent."""
 

@@ -12,10 +12,11 @@ from router.contract.descriptor import Descriptor, RankEndpoints, parse_descript
 from router.contract.server_info import ServerInfo
 from router.errors import ContractError
 from router.fleet.observer import FleetObserver
-from router.fleet.rank import Rank
+from router.fleet.rank import Closable, Rank
 from router.fleet.worker import Worker
 from router.index.prefix import PrefixIndex
 from router.index.scheme import WorkerScheme
+from router.index.vouch import Chains
 from router.stream.loadstream import LoadStream
 from router.stream.subscriber import RankStream
 
@@ -35,14 +36,18 @@ class Incarnations:
         wall_clock: Callable[[], float],
         observer: FleetObserver,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        poll: Callable[[Worker], Closable | None] = lambda worker: None,
     ) -> None:
-        """`spawn` runs the closing of streams to its end."""
+        """`spawn` runs the closing of streams to its end. `poll` makes what asks an engine that announces no load."""
+        self.chains = Chains(index.discard)
+        """Shared by all ranks of the fleet."""
         self._index = index
         self._context = context
         self._clock = clock
         self._wall_clock = wall_clock
         self._observer = observer
         self._spawn = spawn
+        self._poll = poll
 
     def adopt(self, worker: Worker, info: ServerInfo) -> bool:
         """Takes a /server_info answer. True when it shows another process, or the first: an incarnation then began."""
@@ -86,6 +91,10 @@ class Incarnations:
         worker.ranks = tuple(self._rank(worker, at, several=len(endpoints) > 1) for at in endpoints)
         for rank, at in zip(worker.ranks, endpoints, strict=True):
             self._listen(rank, at, descriptor)
+        poll = self._poll(worker) if info.engine == "vllm" else None
+        if poll is not None:
+            worker.ranks[0].streams.append(poll)
+            poll.start()
 
     def _carry_over(self, worker: Worker, before: tuple[Rank, ...]) -> None:
         for old in before:
@@ -105,6 +114,8 @@ class Incarnations:
             clock=self._clock,
             wall_clock=self._wall_clock,
             observer=self._observer,
+            endpoints=at,
+            chains=self.chains,
         )
 
     def _listen(self, rank: Rank, at: RankEndpoints, descriptor: Descriptor | None) -> None:

@@ -8,12 +8,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
-from router.contract.events import Tier, WireError, decode_batch
+from router.contract.descriptor import RankEndpoints
+from router.contract.events import BlockStored, EventBatch, Tier, WireError, decode_batch
 from router.contract.load import LoadReport, decode_load
 from router.errors import ContractError
+from router.fleet.doubt import SILENT_BLOCKS, UNUSABLE_STORES, Doubt, RankView, Silence, Strays, UnusableStores
 from router.fleet.observer import FleetObserver
 from router.index.ledger import LedgerCounters, RankLedger
+from router.index.outcome import OutcomeWatch
 from router.index.prefix import PrefixIndex
+from router.index.vouch import Chains
+from router.observe.logs import RateLimit
+from router.observe.tally import Tally
+from router.policy.decide import NO_SLOT as NO_SLOT
 from router.policy.load import RankLoad, Report
 
 if TYPE_CHECKING:
@@ -21,11 +28,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("router.fleet")
 
-NO_SLOT = -1
-"""`Rank.slot` of a rank that holds nothing in the index: it is no key of PrefixIndex.match's answer."""
 EVENT_KINDS = ("stored", "removed", "cleared", "skipped")
 LOG_EVERY_S = 10.0
 """Faults of one rank are logged at most this often; all of them are counted."""
+STATE_LOG_EVERY_S = 30.0
+"""A change to the same bad state is logged at most this often."""
+BAD_STATES = frozenset({"gapped", "silent", "drifted", "duplicated", "unreachable"})
+UNCONNECTED = ("connecting", "unreachable")
 
 
 class Closable(Protocol):
@@ -55,18 +64,27 @@ class Rank:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         observer: FleetObserver,
+        endpoints: RankEndpoints | None = None,
+        chains: Chains | None = None,
     ) -> None:
-        """`off` says why this rank has no event stream; None when it will have one."""
+        """`off` says why this rank has no event stream; None when it will have one. `endpoints` are for show; `chains`
+        are the fleet's."""
         self.worker = worker
         self.number = number
         self.pin = pin
         self.account = RankLoad()
+        self.tally = Tally()
+        self.outcome = OutcomeWatch()
         self.load_report: LoadReport | None = None
         self.load_report_s: float | None = None
         """Clock time `load_report` came."""
-        self.state = "connecting" if off is None else "off"
+        self.endpoints = endpoints
+        self.stream_state = "connecting" if off is None else "off"
+        """What the stream itself says; `state` is that or, while a live stream is doubted, the doubt's."""
+        self.state = self.stream_state
         self.reason = "not connected yet" if off is None else off
         self.history = "partial"
+        self.state_since_s = clock()
         self.last_seq: int | None = None
         self.last_event_s: float | None = None
         self.gaps = 0
@@ -82,12 +100,20 @@ class Rank:
         self._wall_clock = wall_clock
         self._observer = observer
         self._logged_s: float | None = None
+        self._state_log = RateLimit(STATE_LOG_EVERY_S, clock)
+        self._stream_reason = self.reason
+        self._connected_before = False
+        self._doubts: dict[str, Doubt] = {}
+        self._silence = Silence()
+        self._unusable = UnusableStores()
+        self._strays = Strays()
         self._reported = (0, 0, 0, 0)
         self.slot = NO_SLOT
         self.ledger: RankLedger | None = None
         if off is None and worker.scheme is not None:
             self.slot = index.open_slot()
-            self.ledger = RankLedger(index, self.slot, worker.scheme)
+            self.ledger = RankLedger(index, self.slot, worker.scheme, chains)
+            self.ledger.set_history(complete=False)
         observer.rank_state(self._url, number, self.state)
 
     @property
@@ -98,6 +124,11 @@ class Rank:
         next clear, which engines hardly ever send; a removal missed over-credits its few blocks.
         """
         return self.state == "live" and not self.dead
+
+    @property
+    def credit_slot(self) -> int:
+        """`slot` while the rank may earn credit, else NO_SLOT."""
+        return self.slot if self.trusted else NO_SLOT
 
     def retire(self) -> list[Closable]:
         """Cuts the rank off from its streams and gives its blocks back. Returns the streams: the caller closes them."""
@@ -116,11 +147,14 @@ class Rank:
             return
         self.last_seq = seq
         self.last_event_s = self._clock()
+        self._heard()
         try:
             batch = decode_batch(payload)
             if batch.rank is not None and batch.rank != self.number:
+                self._strays.saw(batch.rank, self.last_event_s)
                 self._reject("rank", f"batch {seq} names rank {batch.rank}; the socket's rank is believed (case 12)")
             self.ledger.apply(batch)
+            self._check_stores(batch)
         except WireError as error:
             self.ledger.degraded = True  # what was dropped may have been a removal (case 10)
             self._reject("payload", f"batch {seq} was dropped: {error}")
@@ -128,7 +162,7 @@ class Rank:
             self.ledger.degraded = True
             self._reject("error", f"batch {seq} could not be applied", exc_info=True)
         else:
-            if self.state == "live":
+            if self.stream_state == "live":
                 self._observer.event_lag(max(0.0, self._wall_clock() - batch.ts_s))
         self._report(self.ledger.counters)
         self.worker.check_drift()
@@ -142,10 +176,17 @@ class Rank:
     def state_changed(self, state: str, reason: str, history: str) -> None:
         if self.dead:
             return
-        changed = state != self.state
-        self.state, self.reason, self.history = state, reason, history
-        if changed:
-            self._observer.rank_state(self._url, self.number, state)
+        before, self.stream_state = self.stream_state, state
+        self._stream_reason, self.history = reason, history
+        if self.ledger is not None:
+            self.ledger.set_history(complete=history == "complete")
+        if before in UNCONNECTED and state not in UNCONNECTED:
+            if self._connected_before:
+                self.worker.anomaly()  # whoever accepted the connection may be another process
+            self._connected_before = True
+        if state != "live":
+            self._heard()  # what is served while nothing can be heard says nothing
+        self._settle()
 
     def lost(self, batches: int) -> None:
         if not self.dead:
@@ -169,9 +210,98 @@ class Rank:
             self._observer.replay(self._url, self.number, outcome)
 
     def rejected(self, why: str) -> None:
-        """`why` is a label of router.stream.sink: frames, seq, topic, duplicate, replay."""
+        """`why` is a label of router.stream.sink: frames, seq, topic, duplicate, late, replay."""
         if not self.dead:
             self._reject(why, f"a message was dropped ({why})")
+
+    # ---- doubts: a live stream that is not believed
+
+    def doubt(self, cause: str, state: str, reason: str) -> None:
+        """Until `believe(cause)` a live stream is shown as `state` (silent, drifted) and earns no credit."""
+        if not self.dead and self._doubts.get(cause) != (state, reason):
+            self._doubts[cause] = Doubt(state, reason)
+            self._settle()
+
+    def believe(self, cause: str) -> None:
+        """Ends that doubt; without one nothing happens."""
+        if self._doubts.pop(cause, None) is not None and not self.dead:
+            self._settle()
+
+    def served(self, new_tokens: int, *, exact: bool) -> None:
+        """A request was answered here that left `new_tokens` prompt tokens to be cached: reported by the engine when
+        `exact`, else by the router's own view, which a partial history makes too high."""
+        scheme = self.worker.scheme
+        if self.dead or self.stream_state != "live" or scheme is None:
+            return
+        if new_tokens < SILENT_BLOCKS * scheme.scheme.width:
+            return
+        if exact or self.history == "complete" or self.last_event_s is None:
+            self._silence.served(new_tokens, self._clock())
+            self.watch()
+
+    def watch(self) -> None:
+        """Time passed."""
+        silence = self._silence
+        if not self.dead and self.stream_state == "live" and silence.lasts(self._clock()):
+            descriptor = self.worker.descriptor
+            topic = descriptor.topic if descriptor is not None else ""
+            self.doubt(
+                "silence",
+                "silent",
+                f"{silence.requests} requests with {silence.new_tokens} new prompt tokens were served and no event "
+                f"came here: is the engine's topic {topic!r}, does its publisher bind (endpoint tcp://*:PORT), is its "
+                "prefix cache on? `kv-router doctor` finds which",
+            )
+
+    def view(self) -> RankView:
+        """For the judgement of all ranks together."""
+        endpoint = self.endpoints.events if self.endpoints is not None else None
+        return RankView(self.number, self.state, endpoint, self._strays.named(self._clock()))
+
+    def _heard(self) -> None:
+        self._silence.heard()
+        if self._doubts:
+            self.believe("silence")
+
+    def _check_stores(self, batch: EventBatch) -> None:
+        """Stores that are all skipped would be a silent zero: nothing of the rank is believed then (case 11)."""
+        assert self.ledger is not None
+        counters, worker = self.ledger.counters, self.worker
+        in_a_row = self._unusable.in_a_row(counters.stored_blocks, counters.odd_widths + counters.unknown_media)
+        if in_a_row < UNUSABLE_STORES or worker.scheme is None:
+            if "stores" in self._doubts:
+                self.believe("stores")
+                worker.drift_over("block_size")
+            return
+        stores = [event for event in batch.events if isinstance(event, BlockStored)]
+        if stores and "stores" not in self._doubts:
+            width, seen = worker.scheme.scheme.width, stores[-1].block_size
+            at = f"{seen} tokens a block in {stores[-1].medium or 'GPU'}"
+            what = (
+                f"{in_a_row} stores in a row could not be used: {width} tokens a block are expected, the last has {at}"
+            )
+            advice = "set kv_events.block_size of this worker to what the engine really pages by, or upgrade the engine"
+            self.doubt("stores", "drifted", f"{what}; {advice}")
+            worker.drifted("block_size", worker.scheme.advertised_width, seen, f"{what}; {advice}")
+            worker.anomaly()
+
+    def _settle(self) -> None:
+        state, reason = self.stream_state, self._stream_reason
+        if state == "live" and self._doubts:
+            state, reason = next(iter(self._doubts.values()))
+        if state in ("unreachable", "silent") and self.worker.descriptor is not None:
+            reason = ". ".join((reason, *self.worker.descriptor.notes))
+        changed = state != self.state
+        before, self.state, self.reason = self.state, state, reason
+        if not changed:
+            return
+        self.state_since_s = self._clock()
+        self._observer.rank_state(self._url, self.number, state)
+        if state in BAD_STATES and self._state_log.allows(state):
+            log.warning("%s rank %d: %s: %s", self._url, self.number, state, reason)
+        elif state == "live" and before in BAD_STATES and self._state_log.allows(state):
+            log.info("%s rank %d: live again after %s: %s", self._url, self.number, before, reason)
+        self.worker.check_ranks()
 
     # ---- LoadSink: the load stream
 
@@ -194,10 +324,17 @@ class Rank:
         """One item of `ranks` in `GET /workers`."""
         now_s = self._clock()
         rate = self.account.prefill_tokens_per_s
+        at = self.endpoints
         return {
             "rank": self.number,
             "state": self.state,
             "reason": self.reason,
+            "state_age_s": round(now_s - self.state_since_s, 3),
+            "stream": self.stream_state,
+            "trusted": self.trusted,
+            "endpoint": at.events if at is not None else None,
+            "replay_endpoint": at.replay if at is not None else None,
+            "load_endpoint": at.load if at is not None else None,
             "history": self.history,
             "blocks": self.blocks(),
             "last_seq": self.last_seq,
@@ -207,8 +344,11 @@ class Rank:
             "batches_lost": self.batches_lost,
             "replays": dict(self.replays),
             "rejected": dict(self.rejects),
+            "names_ranks": {str(name): count for name, count in self._strays.names.items()},
             "degraded": self.ledger is not None and self.ledger.degraded,
             "ledger": {} if self.ledger is None else _nonzero(self.ledger.counters),
+            "outcome": self.outcome.verdict or "ok",
+            "credit_share": self.outcome.credit,
             "inflight_requests": self.account.requests,
             "inflight_tokens": self.account.tokens,
             "prefill_tokens_per_s": None if rate is None else round(rate, 1),

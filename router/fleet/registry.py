@@ -16,10 +16,12 @@ from router.contract.server_info import ServerInfo
 from router.contract.url import WorkerUrl
 from router.errors import ConfigError, RouterError
 from router.fleet.incarnation import Incarnations
+from router.fleet.loadpoll import LoadPoll
 from router.fleet.observer import FleetObserver
 from router.fleet.probe import Prober
-from router.fleet.worker import Worker
+from router.fleet.worker import Hold, Worker
 from router.index.prefix import PrefixIndex
+from router.index.vouch import Chains
 
 log = logging.getLogger("router.fleet")
 
@@ -69,7 +71,13 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(
-            index, context=context, clock=clock, wall_clock=wall_clock, observer=observer, spawn=self._spawn
+            index,
+            context=context,
+            clock=clock,
+            wall_clock=wall_clock,
+            observer=observer,
+            spawn=self._spawn,
+            poll=self._load_poll,
         )
 
     # ---- life
@@ -92,9 +100,10 @@ class Fleet:
 
     # ---- membership
 
-    def add(self, settings: WorkerConfig) -> tuple[Worker, bool]:
+    def add(self, settings: WorkerConfig, *, identity: str | None = None) -> tuple[Worker, bool]:
         """The worker, and whether it is new. The same URL with the same settings is the same worker (case 87).
 
+        `identity` names the process where discovery knows it (pod UID and restarts); it is shown in GET /workers.
         Raises RouterError("conflict") when it is there with other settings.
         """
         name = settings.url.text
@@ -109,6 +118,7 @@ class Fleet:
             unhealthy_after=self._config.fleet.unhealthy_after,
             clock=self._clock,
             observer=self._observer,
+            identity=identity,
         )
         prober = Prober(
             worker,
@@ -119,6 +129,7 @@ class Fleet:
             on_look=lambda: self._settle(worker),
         )
         worker.on_anomaly = prober.look_at_info
+        worker.max_inflight = settings.max_inflight or self._config.admission.max_inflight_per_worker
         self._workers[name] = worker
         self._probers[name] = prober
         self._remember(worker)
@@ -146,6 +157,20 @@ class Fleet:
         log.info("%s: removed", name)
         return True
 
+    def replace(self, settings: WorkerConfig, *, identity: str) -> Worker:
+        """Another process answers at this URL now, or with other settings: nothing of the old worker is kept but the
+        count of its incarnations (case 110)."""
+        before = self.worker(settings.url.text)
+        self.remove(settings.url.text)
+        worker, _ = self.add(settings, identity=identity)
+        worker.incarnation = before.incarnation if before is not None else 0
+        return worker
+
+    def hold(self, worker: Worker, hold: Hold | None) -> None:
+        """From here on the worker gets no new request; None gives it back to what its own health says."""
+        worker.hold = hold
+        self._settle(worker)
+
     def set_worker_api_key(self, key: Secret | None) -> None:
         """Replaces `worker_api_key`, for every worker without a key of its own."""
         self._worker_api_key = key
@@ -155,9 +180,18 @@ class Fleet:
     # ---- queries
 
     @property
+    def chains(self) -> Chains:
+        """What is known of which block follows which."""
+        return self._incarnations.chains
+
+    @property
     def workers(self) -> list[Worker]:
         """In the order they were added."""
         return list(self._workers.values())
+
+    def worker(self, url: str) -> Worker | None:
+        """By normalised URL."""
+        return self._workers.get(url)
 
     def routable(self, model: str | None) -> list[Worker]:
         """Ready workers that serve `model` (all of them for None), in the order they were added. Not to be changed."""
@@ -186,12 +220,14 @@ class Fleet:
         """A request met a fault (router.proxy.plan.Fault) of the worker.
 
         Two in a row that broke the connection take it out at once; it is back when /health and /server_info answered. A
-        5xx is an answer: a client that knows how to get one must not be able to take workers out (case 89).
+        5xx is an answer and counts in the worker's breaker, which is ignored when every worker's is open: a client that
+        knows how to get one must not be able to take the service down (case 89).
         """
         if worker.removed:
             return
         if kind not in CONNECTION_FAULTS:
             worker.health.served()
+            worker.breaker.fault(self._clock())
             return
         worker.health.fault(kind)
         if worker.health.down:
@@ -201,8 +237,13 @@ class Fleet:
     def served(self, worker: Worker) -> None:
         """The worker answered a request, with whatever status."""
         worker.health.served()
+        worker.breaker.served()
 
     # ---- inside
+
+    def _load_poll(self, worker: Worker) -> LoadPoll | None:
+        interval_s = self._config.fleet.load_poll_s
+        return LoadPoll(worker, self._session, interval_s=interval_s, clock=self._clock) if interval_s else None
 
     def _authorization(self, settings: WorkerConfig) -> str | None:
         key = settings.api_key or self._worker_api_key
@@ -218,7 +259,11 @@ class Fleet:
         self._on_described(worker)
 
     def _settle(self, worker: Worker) -> None:
-        if worker.removed or not worker.settle():
+        if worker.removed:
+            return
+        changed = worker.settle()
+        worker.watch()
+        if not changed:
             return
         self._routable.clear()
         self._observer.worker_state(worker.url.text, worker.state)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from router.config import WorkerConfig
 from router.contract.descriptor import Descriptor
 from router.contract.server_info import ServerInfo
 from router.contract.url import WorkerUrl
+from router.fleet.breaker import Breaker
+from router.fleet.doubt import judge_ranks
 from router.fleet.observer import FleetObserver
 from router.fleet.rank import Rank
 from router.index.scheme import Finding, WorkerScheme
+from router.observe.logs import RateLimit
 
 log = logging.getLogger("router.fleet")
 
 REFUSED_LIMIT = 2
 """Refused connections in a row after which nobody is at home: a busy engine is slow, it does not refuse."""
+DRIFT_LOG_EVERY_S = 60.0
+"""A drift that only shows differently is logged again at most this often."""
 FAULT_LIMIT = 2
 """Connect failures or resets in a row that the data plane met."""
 
@@ -81,6 +86,15 @@ class Health:
         self.passing, self.down, self.why = False, True, why
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Why discovery wants no new requests sent to a worker. Its streams and blocks stay: a pod that is back in a moment
+    is still warm."""
+
+    state: Literal["unhealthy", "draining"]
+    reason: str
+
+
 @dataclass(slots=True)
 class Drift:
     """One broken promise of the engine. `since_s` is the clock time it was first seen."""
@@ -107,11 +121,14 @@ class Worker:
         unhealthy_after: int,
         clock: Callable[[], float],
         observer: FleetObserver,
+        identity: str | None = None,
     ) -> None:
-        """`authorization` is the whole value of that header, or None."""
+        """`authorization` is the whole value of that header, or None. `identity`: see `Fleet.add`."""
         self.url: WorkerUrl = settings.url
         self.settings = settings
         self.authorization = authorization
+        self.identity = identity
+        self.hold: Hold | None = None
         self.incarnation = 0
         self.info: ServerInfo | None = None
         self.descriptor: Descriptor | None = None
@@ -124,6 +141,9 @@ class Worker:
         self.scheme: WorkerScheme | None = None
         self.drifts: dict[str, Drift] = {}
         self.health = Health(unhealthy_after)
+        self.breaker = Breaker()
+        self.max_inflight = settings.max_inflight
+        """Own requests in flight at a time, all ranks; None: no limit."""
         self.info_problem = "not described yet"
         """Why the last look at /server_info failed; empty when it did not."""
         self.stale = False
@@ -133,6 +153,7 @@ class Worker:
         """Set by who watches the worker; called when /server_info should be read at once."""
         self._lost_s = 0.0
         self._findings: tuple[Finding, ...] = ()
+        self._drift_log = RateLimit(DRIFT_LOG_EVERY_S, clock)
         self._clock = clock
         self._observer = observer
 
@@ -145,6 +166,11 @@ class Worker:
         """Every name a request may use: the served ones, and the model's path unless the operator named the model."""
         path = self.info.model_path if self.info is not None else None
         return self.models if self.settings.model or path is None or path in self.models else (*self.models, path)
+
+    @property
+    def inflight_requests(self) -> int:
+        """Own requests from placement to last byte, all ranks."""
+        return sum(rank.account.requests for rank in self.ranks)
 
     def serves(self, model: str) -> bool:
         """By name, or as `base:adapter` by its base."""
@@ -164,6 +190,9 @@ class Worker:
     def _judge(self) -> tuple[str, str]:
         if self.removed:
             return "draining", "removed; open streams may finish"
+        if self.hold is not None:
+            loading = self.info is None and self.hold.state == "unhealthy"
+            return "starting" if loading else self.hold.state, self.hold.reason
         if self.health.down:
             return "unhealthy", self.health.why
         if self.info is None:
@@ -187,6 +216,7 @@ class Worker:
     def forget(self) -> None:
         """Everything that belonged to the incarnation that ended."""
         self.ranks, self.scheme, self.descriptor = (), None, None
+        self.breaker = Breaker()
         for kind in self.drifts:
             self._observer.drift(self.url.text, kind, False)
         self.drifts = {}
@@ -204,15 +234,46 @@ class Worker:
         before, self._findings = self._findings, self.scheme.findings
         kinds = {finding.kind for finding in self._findings}
         for finding in before:
-            if finding.kind not in kinds and self.drifts.pop(finding.kind, None) is not None:
-                self._observer.drift(self.url.text, finding.kind, False)
+            if finding.kind not in kinds:
+                self.drift_over(finding.kind)
         for found in self._findings:
-            if found.kind not in self.drifts:
-                self.drifts[found.kind] = Drift(
-                    found.kind, found.advertised, found.observed, found.advice, self._clock()
-                )
-                self._observer.drift(self.url.text, found.kind, True)
-                log.warning("%s: contract drift (%s): %s", self.url, found.kind, found.advice)
+            self.drifted(found.kind, found.advertised, found.observed, found.advice)
+
+    def check_ranks(self) -> None:
+        """Compares what is advertised with which ranks are heard, and where. Not while the engine itself is away: that
+        its ranks are deaf then is no drift."""
+        found = judge_ranks([rank.view() for rank in self.ranks]) if self.routable and self.descriptor else None
+        if found is None or self.descriptor is None:
+            self.drift_over("ranks")
+        else:
+            self.drifted("ranks", f"{self.descriptor.dp_size} ranks", found.observed, found.advice)
+
+    def watch(self) -> None:
+        """Time passed."""
+        for rank in self.ranks:
+            rank.watch()
+        self.check_ranks()
+
+    def drifted(self, kind: str, advertised: Any, observed: Any, advice: str) -> None:
+        """A promise of the engine is broken in this way, or differently from before. Says so once in the log."""
+        drift = self.drifts.get(kind)
+        if drift is not None and (drift.advertised, drift.observed, drift.advice) == (advertised, observed, advice):
+            return
+        since_s = drift.since_s if drift is not None else self._clock()
+        self.drifts[kind] = Drift(kind, advertised, observed, advice, since_s)
+        self._observer.drift(self.url.text, kind, True)
+        if drift is None or self._drift_log.allows(kind):
+            log.warning(
+                "%s: contract drift (%s): advertised %s, observed %s: %s", self.url, kind, advertised, observed, advice
+            )
+
+    def drift_over(self, kind: str) -> None:
+        """It is kept again, unless the scheme itself still finds otherwise."""
+        if any(finding.kind == kind for finding in self._findings):
+            return
+        if self.drifts.pop(kind, None) is not None:
+            self._observer.drift(self.url.text, kind, False)
+            log.info("%s: contract drift (%s) is over", self.url, kind)
 
     def describe(self) -> dict[str, Any]:
         """One item of `GET /workers` (interface.md). Holds no secret."""
@@ -220,6 +281,7 @@ class Worker:
         info, scheme = self.info, self.scheme
         return {
             "url": self.url.text,
+            "identity": self.identity,
             "incarnation": self.incarnation,
             "engine": info.engine if info else None,
             "version": info.version if info else None,
@@ -228,10 +290,14 @@ class Worker:
             "role": self.role,
             "state": self.state,
             "reason": self.reason,
+            "breaker": self.breaker.state,
             "block_size": scheme.scheme.width if scheme else None,
             "advertised_block_size": self.descriptor.block_size if self.descriptor else None,
             "hash": scheme.scheme.kind if scheme else None,
             "capacity_tokens": info.max_total_tokens if info else None,
+            "topic": self.descriptor.topic if self.descriptor else None,
+            "load_topic": self.descriptor.load_topic if self.descriptor else None,
+            "advertised_ranks": self.descriptor.dp_size if self.descriptor else None,
             "notes": list(self.descriptor.notes) if self.descriptor else [],
             "drift": [
                 {

@@ -21,10 +21,12 @@ from router.contract.events import (
     tier_of,
     token_units,
 )
-from router.hashing import sglang_chain, xxh3_chain, xxh3_root
+from router.hashing import Scheme, TokenIds, bigrams, sglang_chain, xxh3_chain, xxh3_root
+from router.index.adopt import Adopter, Expected
 from router.index.names import Names, foreign_root, is_root, namespace_of
 from router.index.prefix import PrefixIndex
 from router.index.scheme import MAX_WIDTH, Finding, WorkerScheme
+from router.index.vouch import Chains, Mark, Voucher
 
 __all__ = ["Finding", "LedgerCounters", "RankLedger", "WorkerScheme"]
 
@@ -58,6 +60,18 @@ class LedgerCounters:
     refused_blocks: int = 0
     doubtful: int = 0
     switches: int = 0
+    vouched_blocks: int = 0
+    """Ever counted as resident without a store of theirs (router.index.vouch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A prompt under way to a rank, for what its usage report will show. `expected` where our own chain is the key."""
+
+    scheme: Scheme
+    keys: Sequence[int]
+    mark: Mark
+    expected: Expected | None
 
 
 class _Kept:
@@ -93,15 +107,20 @@ class RankLedger:
     """One rank's residency in `index` under `slot`. `degraded`: a removal may have been missed since the last clear, or
     blocks could not be carried over to another hash kind, so that the index may not show this rank exactly."""
 
-    def __init__(self, index: PrefixIndex, slot: int, worker: WorkerScheme) -> None:
+    def __init__(self, index: PrefixIndex, slot: int, worker: WorkerScheme, chains: Chains | None = None) -> None:
+        """`chains`: what the fleet's ranks share of it; a ledger of its own has nothing to share."""
         self.counters = LedgerCounters()
         self.degraded = False
         self._index = index
         self._slot = slot
         self._worker = worker
         self._names = Names()
+        self._chains = Chains(index.discard) if chains is None else chains
+        self._voucher = Voucher(index, slot, self._chains, lambda: worker.scheme)
+        self._adopter = Adopter(index, slot, self._names)
         self._held = _Kept()  # while the width is open: from the first store of another width on
         self._journal: _Kept | None = None if worker.proven else _Kept()
+        self._heard_clear = False  # since the last reset
         self._roots_seen = 0  # since the last clear
         self._any_stored = False  # since the last clear
         self._has_adapters = False  # since the last clear
@@ -137,15 +156,56 @@ class RankLedger:
             else:
                 counters.cleared += 1
                 self._clear()
+                self._heard_clear = True
+                self._voucher.set_partial(False)
 
     def reset(self) -> None:
-        """Whatever the rank held is void (restart, unfillable gap). Not an event: the counters stay."""
+        """Whatever the rank held is void (restart, unfillable gap). Not an event: the counters stay. The rank may hold
+        more than is known, until `set_history` says otherwise."""
         self._clear()
+        self._heard_clear = False
+        self._voucher.set_partial(True)
 
     def close(self) -> None:
         """The rank is gone. The slot stays open; it is the opener's to close."""
         self._clear()
+        self._voucher.set_partial(False)
         self._worker.leave(self)
+
+    # Cold join (router.index.vouch).
+
+    def set_history(self, *, complete: bool) -> None:
+        """Whether everything the rank holds was announced since the last reset. A clear makes it so."""
+        self._voucher.set_partial(not (complete or self._heard_clear))
+
+    @property
+    def is_history_complete(self) -> bool:
+        return not self._voucher.partial
+
+    def routed(self, ids: TokenIds, keys: Sequence[int], lora_name: str | None) -> Routed | None:
+        """A prompt goes to this rank, `keys` being its creditable blocks. None: nothing is to be learnt from it."""
+        worker = self._worker
+        if not self._voucher.partial or not keys or worker.content_hashes:
+            return None
+        scheme, expected = worker.scheme, None
+        if scheme.kind == "xxh3":
+            expected = self._adopter.expect(bigrams(ids) if scheme.bigram else ids, keys, lora_name)
+        return Routed(scheme, keys, self._voucher.mark, expected)
+
+    def served(self, routed: Routed, cached_tokens: int | None) -> None:
+        """That prompt was answered; the engine reported so many of its tokens as reused (None: it did not say)."""
+        same = routed.scheme == self._worker.scheme
+        blocks = min((cached_tokens or 0) // routed.scheme.width, len(routed.keys))
+        if routed.expected is not None:
+            self.counters.vouched_blocks += self._adopter.settle(routed.expected, blocks if same else 0)
+        elif same:
+            self._prove_by(routed.keys)
+            self._voucher.reported(routed.keys[:blocks], routed.mark)
+            self.counters.vouched_blocks = self._voucher.vouched_total
+
+    def _prove_by(self, keys: Sequence[int]) -> None:
+        if not self._worker.proven and any(self._index.holds(self._slot, key) for key in keys):
+            self._worker.saw_key()
 
     # What the worker's scheme calls when it decides something.
 
@@ -226,16 +286,24 @@ class RankLedger:
     def _store_by_hash(self, event: BlockStored, tier: Tier) -> None:
         keys = event.block_hashes
         parent = event.parent_block_hash
-        if event.lora_name is not None or event.lora_id is not None:
+        adapter = event.lora_name is not None or event.lora_id is not None
+        if adapter:
             self.counters.foreign += 1
             self._has_adapters = True
             keys = _adapter_keys(keys)
             parent = None if parent is None else parent ^ _ADAPTER_BITS
+        if self._voucher.active:
+            self._voucher.storing(keys, tier)
         if parent is not None and not self._index.holds(self._slot, parent):
             self.counters.orphans += 1
-        refused = self._index.store(self._slot, tier, keys)
+            if not adapter:
+                self._voucher.orphan(parent, tier)
+                self.counters.vouched_blocks = self._voucher.vouched_total
+        refused = self._index.store(self._slot, tier, keys, parent)
         self.counters.stored_blocks += len(keys) - refused
         self.counters.refused_blocks += refused
+        if not adapter:
+            self._chains.stored(parent, keys)
 
     def _remove(self, event: BlockRemoved) -> None:
         if self._journal is not None and not self._journal.add(event):
@@ -243,6 +311,8 @@ class RankLedger:
         # An unknown medium clears everywhere: better a block too few than one too many.
         tier = None if event.medium is None else tier_of(event.medium)
         if self._worker.scheme.kind == "sglang-sha256":
+            if self._voucher.active:
+                self._voucher.removed(event.block_hashes, tier)
             self._index.remove(self._slot, tier, event.block_hashes)
             if self._has_adapters:
                 # Which of the two went is not said when both have the hash: neither keeps the credit of this copy.
@@ -251,6 +321,7 @@ class RankLedger:
         for name, keys in self._names.all(event.block_hashes):
             self._index.remove(self._slot, tier, keys)
             self._names.forget(name, [key for key in keys if self._index.holds(self._slot, key)])
+            self._adopter.removed(name)
 
     def _clear(self) -> None:
         self._held.take()
@@ -261,7 +332,10 @@ class RankLedger:
 
     def _forget_blocks(self) -> None:
         self._index.clear(self._slot)
-        self._index.discard(self._names.take_all())
+        for names in self._names.take_all():
+            self._index.discard(names)
+        self._voucher.clear()
+        self._adopter.clear()
         self._roots_seen = 0
         self._any_stored = False
         self._has_adapters = False
@@ -276,7 +350,8 @@ class RankLedger:
         self._roots_seen += 1
         by_hash = worker.scheme.kind == "sglang-sha256"
         if worker.proven and (
-            not by_hash or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY != 0)
+            not by_hash
+            or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY != 0 and not worker.is_doubtful)
         ):
             return
         try:
@@ -301,7 +376,8 @@ class RankLedger:
             return
         names = self._names
         pairs = [(name, key) for name, key in zip(event.block_hashes, keys, strict=True) if names.add(name, key)]
-        refused = self._index.store(self._slot, tier, [key for _, key in pairs])
+        parent = None if event.parent_block_hash is None else names.one(event.parent_block_hash)
+        refused = self._index.store(self._slot, tier, [key for _, key in pairs], parent)
         self.counters.stored_blocks += len(pairs) - refused
         self.counters.refused_blocks += refused
         for name, key in pairs[len(pairs) - refused :]:  # the caps refuse the last ones
@@ -322,7 +398,7 @@ class RankLedger:
         block_bytes = event.block_size * (8 if pairs else 4)
         if len(ids) != block_bytes * len(hashes):
             return None
-        parent, told = self._own_parent(event, known)
+        parent, told = self._own_parent(event, known, ids, block_bytes)
         told = max(told, len(known))
         start = len(known)
         keys = known + xxh3_chain(parent, ids[start * block_bytes : told * block_bytes], block_bytes)
@@ -331,7 +407,7 @@ class RankLedger:
             keys += xxh3_chain(foreign_root(hashes[told]), ids[told * block_bytes :], block_bytes)
         return keys
 
-    def _own_parent(self, event: BlockStored, known: list[int]) -> tuple[int, int]:
+    def _own_parent(self, event: BlockStored, known: list[int], ids: TokenIds, block_bytes: int) -> tuple[int, int]:
         """(the key the first new block hangs below, how many of the event's blocks the tokens tell apart)."""
         namespace, told = namespace_of(event)
         if known:
@@ -351,8 +427,9 @@ class RankLedger:
         parent = self._names.one(event.parent_block_hash)
         if parent is None:
             self.counters.orphans += 1
-            parent = foreign_root(event.parent_block_hash)
-        return parent, told
+            if self._voucher.partial and not self._worker.content_hashes and told == len(event.block_hashes):
+                parent = self._adopter.place(event.parent_block_hash, ids, block_bytes, event.lora_name)
+        return foreign_root(event.parent_block_hash) if parent is None else parent, told
 
     def _is_true_root(self, event: BlockStored) -> bool:
         """SGLang 0.5.3 gives a nil parent to every node's first page. That shows at the first split, when pages known

@@ -20,6 +20,9 @@ from router.hashing import Namespace
 # CPython's hash of an empty tuple: SGLang 0.4.10, whose hashes are those of Python tuples, gives it to roots as parent.
 EMPTY_TUPLE_HASH = 5740354900026072187
 _MAX_KEYS_PER_NAME = 64
+# As in the index: no dict may grow so large that its resize stalls the event loop. A name's top bits pick one of 64.
+_SHARDS = 64
+_SHARD_SHIFT = 58
 _MAX_PAST_NAMES = 65_536
 
 _extra_keys = Decoder(list[list[Any] | None] | None)
@@ -68,16 +71,16 @@ class Names:
     crediting too much is worse than too little."""
 
     def __init__(self) -> None:
-        self._keys: dict[int, int | tuple[int, ...]] = {}
+        self._keys: list[dict[int, int | tuple[int, ...]]] = [{} for _ in range(_SHARDS)]
         self._past_inner: dict[int, None] = {}
         self.roots: dict[int, None] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return sum(map(len, self._keys))
 
     def one(self, name: int) -> int | None:
         """The block's key; None if unknown or ambiguous."""
-        key = self._keys.get(name)
+        key = self._keys[name >> _SHARD_SHIFT].get(name)
         return key if isinstance(key, int) else None
 
     def leading(self, names: Sequence[int]) -> list[int]:
@@ -92,33 +95,35 @@ class Names:
 
     def add(self, name: int, key: int) -> bool:
         """False: the name already stands for too many blocks, leave this one out."""
-        known = self._keys.get(name)
+        keys = self._keys[name >> _SHARD_SHIFT]
+        known = keys.get(name)
         if known is None:
-            self._keys[name] = key
+            keys[name] = key
         elif isinstance(known, int):
             if known != key:
-                self._keys[name] = (known, key)
+                keys[name] = (known, key)
         elif key not in known:
             if len(known) >= _MAX_KEYS_PER_NAME:
                 return False
-            self._keys[name] = (*known, key)
+            keys[name] = (*known, key)
         return True
 
     def all(self, names: Iterable[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """(name, its keys) of the known ones."""
         for name in names:
-            known = self._keys.get(name)
+            known = self._keys[name >> _SHARD_SHIFT].get(name)
             if known is not None:
                 yield name, (known,) if isinstance(known, int) else known
 
     def forget(self, name: int, keep: Sequence[int]) -> None:
         """The name now stands for `keep` only."""
+        keys = self._keys[name >> _SHARD_SHIFT]
         if len(keep) > 1:
-            self._keys[name] = tuple(keep)
+            keys[name] = tuple(keep)
         elif keep:
-            self._keys[name] = keep[0]
+            keys[name] = keep[0]
         else:
-            del self._keys[name]
+            del keys[name]
 
     def note_inner(self, name: int) -> None:
         """Remember, in bounded memory and beyond its removal, that this hash was seen inside a chain."""
@@ -129,7 +134,10 @@ class Names:
     def was_inner(self, name: int) -> bool:
         return name in self._past_inner
 
-    def take_all(self) -> dict[int, int | tuple[int, ...]]:
-        """Forget everything; returns the old mapping, for whoever frees it in slices."""
-        old, self._keys, self._past_inner, self.roots = self._keys, {}, {}, {}
+    def take_all(self) -> list[dict[int, int | tuple[int, ...]]]:
+        """Forget everything; returns the old mappings, for whoever frees them in slices."""
+        old = [keys for keys in self._keys if keys]
+        if old:
+            self._keys = [{} for _ in range(_SHARDS)]
+        self._past_inner, self.roots = {}, {}
         return old

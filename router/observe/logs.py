@@ -61,6 +61,11 @@ def set_up(form: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Of every `router.*` log, at any time."""
     logging.getLogger("router").setLevel(level.upper())
 
 

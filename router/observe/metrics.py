@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from router import __version__
+from router.observe.tally import Tally
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
@@ -64,6 +67,10 @@ class RankSample:
     blocks: dict[str, int]
     inflight_requests: int
     inflight_tokens: int
+    queued_tokens: float
+    prefill_tokens_per_s: float | None
+    tally: Tally
+    """A copy: the page is made in a thread."""
 
 
 @dataclass(slots=True)
@@ -73,7 +80,19 @@ class WorkerSample:
     worker: str
     up: bool
     drift: Sequence[str]
+    capacity_blocks: int | None
+    breaker_open: bool
     ranks: Sequence[RankSample]
+
+
+_RANK_COUNTERS = (
+    ("requests", "answered requests"),
+    ("prompt_tokens", "prompt tokens of answered requests"),
+    ("predicted_cached_tokens", "of them, tokens the rank was believed to hold"),
+    ("reported_prompt_tokens", "prompt tokens where the engine reported cached ones"),
+    ("reported_cached_tokens", "cached tokens the engine reported"),
+)
+"""Fields of Tally. They begin at 0 with every incarnation of the worker."""
 
 
 class _FleetCollector(Collector):
@@ -91,6 +110,9 @@ class _FleetCollector(Collector):
         worker = ["worker"]
         rank = ["worker", "rank"]
         up = GaugeMetricFamily("kv_router_worker_up", "1 while requests may be sent to the worker", labels=worker)
+        breaker = GaugeMetricFamily(
+            "kv_router_worker_breaker_open", "1 while the worker is passed over for answering 5xx", labels=worker
+        )
         drift = GaugeMetricFamily(
             "kv_router_contract_drift", "1 while router and engine disagree on this", labels=[*worker, "kind"]
         )
@@ -98,8 +120,23 @@ class _FleetCollector(Collector):
         blocks = GaugeMetricFamily("kv_router_index_blocks", "resident blocks", labels=[*rank, "medium"])
         requests = GaugeMetricFamily("kv_router_worker_inflight_requests", "own requests in flight", labels=rank)
         tokens = GaugeMetricFamily("kv_router_worker_inflight_tokens", "prompt tokens in flight", labels=rank)
+        capacity = GaugeMetricFamily(
+            "kv_router_index_capacity_blocks", "KV blocks one rank of the worker has on its GPU", labels=worker
+        )
+        ready = GaugeMetricFamily("kv_router_ready_workers", "workers that requests may be sent to")
+        queued = GaugeMetricFamily(
+            "kv_router_rank_queued_tokens", "uncached prompt tokens before their first byte", labels=rank
+        )
+        speed = GaugeMetricFamily(
+            "kv_router_rank_prefill_tokens_per_second", "prefill speed measured from load reports", labels=rank
+        )
+        counted = [CounterMetricFamily(f"kv_router_rank_{name}", text, labels=rank) for name, text in _RANK_COUNTERS]
+        ready.add_metric([], sum(w.up for w in self._workers))
         for w in self._workers:
             up.add_metric([w.worker], 1 if w.up else 0)
+            if w.capacity_blocks is not None:
+                capacity.add_metric([w.worker], w.capacity_blocks)
+            breaker.add_metric([w.worker], 1 if w.breaker_open else 0)
             for kind in self._drift_kinds:
                 drift.add_metric([w.worker, kind], 1 if kind in w.drift else 0)
             for r in w.ranks:
@@ -110,7 +147,12 @@ class _FleetCollector(Collector):
                     blocks.add_metric([*at, medium], count)
                 requests.add_metric(at, r.inflight_requests)
                 tokens.add_metric(at, r.inflight_tokens)
-        yield from (up, drift, state, blocks, requests, tokens)
+                queued.add_metric(at, r.queued_tokens)
+                if r.prefill_tokens_per_s is not None:
+                    speed.add_metric(at, r.prefill_tokens_per_s)
+                for family, (name, _) in zip(counted, _RANK_COUNTERS, strict=True):
+                    family.add_metric(at, getattr(r.tally, name))
+        yield from (up, ready, breaker, drift, state, blocks, capacity, requests, tokens, queued, speed, *counted)
 
 
 class Metrics:
@@ -136,12 +178,31 @@ class Metrics:
         self.prompts = Children(
             Counter("kv_router_prompts", "where a prompt's token ids came from", ["source", "reason"], registry=at)
         )
+        self.waiting_requests = Gauge("kv_router_waiting_requests", "requests that wait for room", registry=at)
+        self.queue_wait_seconds = Histogram(
+            "kv_router_queue_wait_seconds", "wait for room on a worker", registry=at, buckets=TTFT_BUCKETS
+        )
+        self.buffered_body_bytes = Gauge("kv_router_buffered_body_bytes", "request bodies held", registry=at)
+        self.prompt_checks = Children(
+            Counter("kv_router_prompt_checks", "prompts compared with the engine's tokenizer", ["outcome"], registry=at)
+        )
+        self.forwarded_prompts = Counter("kv_router_forwarded_prompts", "chats sent with their ids", registry=at)
+        self.uncredited_prompts = Counter(
+            "kv_router_uncredited_prompts", "prompts whose cache namespace cannot be told from the stream", registry=at
+        )
+        self.prompt_cache_tokens = Children(
+            Counter("kv_router_prompt_cache_tokens", "tokens kept from earlier turns, or made", ["result"], registry=at)
+        )
+        self.prompt_cache_bytes = Gauge("kv_router_prompt_cache_bytes", "kept of earlier turns", registry=at)
         self.prompt_tokens = Counter("kv_router_prompt_tokens", "prompt tokens placed", registry=at)
         self.predicted_cached_tokens = Counter(
             "kv_router_predicted_cached_tokens", "tokens the chosen rank was believed to hold", registry=at
         )
         self.best_cached_tokens = Counter(
             "kv_router_best_cached_tokens", "the most any rank was believed to hold", registry=at
+        )
+        self.blind_cached_tokens = Counter(
+            "kv_router_blind_cached_tokens", "the candidates' mean: what a choice without knowledge finds", registry=at
         )
         self.reported_prompt_tokens = Counter(
             "kv_router_reported_prompt_tokens", "prompt tokens as engines reported them", registry=at
@@ -154,9 +215,17 @@ class Metrics:
                 "kv_router_prediction_error_tokens", "predicted minus reported, by sign", ["direction"], registry=at
             )
         )
+        self.access_lines_dropped = Counter(
+            "kv_router_access_lines_dropped", "access log lines nobody read in time", registry=at
+        )
         self.event_lag_seconds = Histogram(
             "kv_router_event_lag_seconds", "from the engine's timestamp to applied", registry=at, buckets=LAG_BUCKETS
         )
+
+        self.totals = Tally()
+        """The token counters once more, where the live page can read them."""
+        info = Gauge("kv_router_build_info", "1; the version is in the label", ["version"], registry=at)
+        info.labels(__version__).set(1)
 
         rank = ["worker", "rank"]
         self._events = Children(Counter("kv_router_events", "KV events by type", [*rank, "type"], registry=at))
@@ -168,13 +237,25 @@ class Metrics:
         )
         self._gaps = Counter("kv_router_event_gaps", "holes in a rank's sequence", registry=at)
         self._restarts = Counter("kv_router_stream_restarts", "publishers that started again", registry=at)
+        source = ["source"]
+        self._discovery_failures = Children(
+            Counter("kv_router_discovery_failures", "times a source could not be read", source, registry=at)
+        )
+        self._discovery_synced = Gauge(
+            "kv_router_discovery_synced_timestamp_seconds", "when the source was last in step", source, registry=at
+        )
+        self._discovery_workers = Gauge(
+            "kv_router_discovery_workers", "workers in the fleet by discovery", source, registry=at
+        )
         self._replays = Children(Counter("kv_router_replays", "replays by outcome", ["outcome"], registry=at))
 
     def worker_state(self, worker: str, state: str) -> None:
         """Read at scrape time."""
 
     def rank_state(self, worker: str, rank: int, state: str) -> None:
-        """Read at scrape time."""
+        """The state is read at scrape time. What alerts take rates of begins at 0, or the first is missed."""
+        self._batches_lost.inc(worker, str(rank), by=0)
+        self._events.inc(worker, str(rank), "stored", by=0)
 
     def drift(self, worker: str, kind: str, active: bool) -> None:
         """Read at scrape time."""
@@ -207,6 +288,13 @@ class Metrics:
 
     def rejected(self, worker: str, rank: int, kind: str) -> None:
         self._rejected.inc(worker, str(rank), kind)
+
+    def discovery_synced(self, source: str, workers: int) -> None:
+        self._discovery_synced.labels(source).set_to_current_time()
+        self._discovery_workers.labels(source).set(workers)
+
+    def discovery_failed(self, source: str) -> None:
+        self._discovery_failures.inc(source)
 
     def render(self, workers: Sequence[WorkerSample], rank_states: Iterable[str], drift_kinds: Iterable[str]) -> bytes:
         """The Prometheus text page. Safe to call from a thread: `workers` is a snapshot."""

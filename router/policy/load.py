@@ -1,7 +1,8 @@
 """What this router knows of one rank's work: its own requests in flight, and what the engine reports of itself.
 
 Pure: every method that needs the time is given it (`now_s`, any monotonic clock). A request is counted from the moment
-it is placed until its last byte, exactly once, on the object that was incremented (public cases 54 and 55).
+it is placed until its last byte, exactly once, on the object that was incremented (public cases 54 and 55). Fields that
+`Policy.decide` reads for every rank of the fleet are plain attributes, kept current by the methods here.
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ REPORT_FRESH_S = 3.0
 RATE_FLOOR_TOKENS_PER_S = 50.0
 RATE_CAP_TOKENS_PER_S = 200_000.0
 """Prefill speeds outside these bounds are nonsense. Too high a rate is catastrophic: a queue would look empty."""
-MIN_MEASURED_TOKENS = 256
+MIN_MEASURED_TOKENS = 1024
 """Speed is taken from at least this many prefilled tokens: shorter spans measure overhead, not prefill."""
-RATE_SMOOTHING = 0.3
+RATE_MEMORY_TOKENS = 200_000
+"""Tokens over which a measured speed is smoothed: single prompts differ by context, the machine does not."""
+RATE_MAX_STEP = 2.0
+"""One measurement moves the speed upwards by at most this factor: a single absurd report must not empty a queue."""
+MEAN_SMOOTHING = 0.05
+NEVER_S = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +79,21 @@ class RankLoad:
     """Own requests past their first byte."""
     queued_uncached_tokens: int = 0
     """Uncached prompt tokens of own requests before their first byte, charged in full until then."""
+    oldest_placed_s: float = math.inf
+    """When the oldest own request without a first byte was placed; infinite when there is none."""
     report: Report | None = None
+    reported_queue_tokens: int = 0
+    """What the last report said is queued, plus what was placed here since."""
+    reported_until_s: float = NEVER_S
+    """Until then the report is believed."""
     prefill_tokens_per_s: float | None = None
+    share_sum_tokens: float = 0.0
+    """Decayed sum of the uncached tokens sent here, as of `share_at_s`."""
+    share_at_s: float = 0.0
+    mean_uncached_tokens: float = 0.0
+    """Smoothed uncached tokens of a request placed here; 0 before the first."""
+    _measured_from: tuple[int, int] | None = None
     _waiting: dict[int, Ticket] = field(default_factory=dict)
-    _since_report_tokens: int = 0
-    _share_tokens: float = 0.0
-    _share_at_s: float = 0.0
 
     def place(self, prompt_tokens: int, uncached_tokens: int, now_s: float, share_tau_s: float) -> Ticket:
         """Counts a request that was just sent here."""
@@ -86,54 +101,64 @@ class RankLoad:
         self.requests += 1
         self.tokens += prompt_tokens
         self.queued_uncached_tokens += uncached_tokens
-        self._since_report_tokens += uncached_tokens
-        self._share_tokens = self.share_tokens(now_s, share_tau_s) + uncached_tokens
-        self._share_at_s = now_s
+        self.reported_queue_tokens += uncached_tokens
+        self.share_sum_tokens = self.share_tokens(now_s, share_tau_s) + uncached_tokens
+        self.share_at_s = now_s
+        smoothing = MEAN_SMOOTHING if self.mean_uncached_tokens else 1.0
+        self.mean_uncached_tokens += smoothing * (uncached_tokens - self.mean_uncached_tokens)
+        if not self._waiting:
+            self.oldest_placed_s = now_s
         self._waiting[id(ticket)] = ticket
         return ticket
 
     def _leave_queue(self, ticket: Ticket) -> None:
         self._waiting.pop(id(ticket), None)
         self.queued_uncached_tokens -= ticket.uncached_tokens
+        for oldest in self._waiting.values():  # insertion order is age order
+            self.oldest_placed_s = oldest.placed_s
+            return
+        self.oldest_placed_s = math.inf
 
     def oldest_wait_s(self, now_s: float) -> float:
         """Age of the oldest own request without a first byte; 0 when there is none."""
-        for ticket in self._waiting.values():  # insertion order is age order
-            return max(0.0, now_s - ticket.placed_s)
-        return 0.0
+        return max(0.0, now_s - self.oldest_placed_s)
 
     def share_tokens(self, now_s: float, tau_s: float) -> float:
         """Decayed sum of the uncached tokens sent here: the long-term share (policy-study, term E)."""
-        if not self._share_tokens:
+        if not self.share_sum_tokens:
             return 0.0
-        return self._share_tokens * math.exp(-max(0.0, now_s - self._share_at_s) / tau_s)
-
-    def fresh_report(self, now_s: float) -> Report | None:
-        report = self.report
-        return report if report is not None and now_s - report.received_s <= REPORT_FRESH_S else None
+        return self.share_sum_tokens * math.exp(-max(0.0, now_s - self.share_at_s) / tau_s)
 
     def queue_tokens(self, now_s: float, rate_tokens_per_s: float) -> float:
         """Uncached tokens ahead of a new prompt: the largest of what we queued, what the oldest wait implies, and what
         the engine reported plus what we sent since (it sees other routers' requests, public case 57)."""
         queue = max(float(self.queued_uncached_tokens), rate_tokens_per_s * self.oldest_wait_s(now_s))
-        report = self.fresh_report(now_s)
-        if report is not None and report.waiting_uncached_tokens is not None:
-            queue = max(queue, report.waiting_uncached_tokens + self._since_report_tokens)
-        return queue
+        return max(queue, self.reported_queue_tokens) if now_s <= self.reported_until_s else queue
 
     def reported(self, report: Report) -> None:
         """Takes a newer report; the difference of its cumulative counters measures the prefill speed."""
-        self._measure(self.report, report)
         self.report = report
-        self._since_report_tokens = 0
+        if report.prefill_total is not None:
+            self._measure(*report.prefill_total)
+        if report.waiting_uncached_tokens is None:
+            self.reported_until_s = NEVER_S
+        else:
+            self.reported_queue_tokens = report.waiting_uncached_tokens
+            self.reported_until_s = report.received_s + REPORT_FRESH_S
 
-    def _measure(self, before: Report | None, after: Report) -> None:
-        if before is None or before.prefill_total is None or after.prefill_total is None:
+    def _measure(self, total_tokens: int, total_busy_us: int) -> None:
+        if self._measured_from is None:
+            self._measured_from = total_tokens, total_busy_us
             return
-        tokens = after.prefill_total[0] - before.prefill_total[0]
-        busy_s = (after.prefill_total[1] - before.prefill_total[1]) / 1e6
-        if tokens < MIN_MEASURED_TOKENS or busy_s <= 0:
+        tokens = total_tokens - self._measured_from[0]
+        busy_s = (total_busy_us - self._measured_from[1]) / 1e6
+        if 0 <= tokens < MIN_MEASURED_TOKENS:
+            return
+        self._measured_from = total_tokens, total_busy_us
+        if tokens < 0 or busy_s <= 0:  # the engine restarted, or its counters are nonsense
             return
         rate = min(max(tokens / busy_s, RATE_FLOOR_TOKENS_PER_S), RATE_CAP_TOKENS_PER_S)
         old = self.prefill_tokens_per_s
-        self.prefill_tokens_per_s = rate if old is None else old + RATE_SMOOTHING * (rate - old)
+        if old is not None:
+            rate = min(old + (rate - old) * tokens / (tokens + RATE_MEMORY_TOKENS), RATE_MAX_STEP * old)
+        self.prefill_tokens_per_s = rate

@@ -7,7 +7,7 @@ BlockStored that follows its prefill, so that siblings of a burst meet on one ra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MAX_PREDICTED_BLOCKS = 500_000
 
@@ -71,15 +71,20 @@ class PredictedBlocks:
         while self._queue and (self._queue[0].expires_s <= now_s or not self._queue[0].alive):
             self.drop(self._queue.popleft())
 
-    def depth(self, slot: int, keys: Sequence[int], confirmed_blocks: int, limit_blocks: int) -> int:
-        """Blocks of the prefix on `slot` when predictions extend the `confirmed_blocks` from events."""
-        counts = self._slots.get(slot)
-        if counts is None:
-            return confirmed_blocks
-        depth = confirmed_blocks
-        while depth < limit_blocks and keys[depth] in counts:
-            depth += 1
-        return depth
+    def extend(self, keys: Sequence[int], found: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+        """(slot, blocks) of the slots on which predictions lengthen the prefix of `keys`. `found` has the confirmed
+        depths by slot, the last of each being that of all tiers."""
+        longer = []
+        limit = len(keys)
+        for slot, counts in self._slots.items():
+            confirmed = found.get(slot)
+            depth = confirmed[-1] if confirmed is not None else 0
+            if depth == limit or keys[depth] not in counts:
+                continue
+            while depth < limit and keys[depth] in counts:
+                depth += 1
+            longer.append((slot, depth))
+        return longer
 
     def __len__(self) -> int:
         return self._blocks

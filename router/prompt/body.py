@@ -54,6 +54,21 @@ class Fields(msgspec.Struct, gc=False):
     add_generation_prompt: msgspec.Raw = ABSENT
     add_special_tokens: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
+    system: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
+    output_config: msgspec.Raw = ABSENT
+    input: msgspec.Raw = ABSENT
+    instructions: msgspec.Raw = ABSENT
+    previous_response_id: msgspec.Raw = ABSENT
+    response_format: msgspec.Raw = ABSENT
+    logprobs: msgspec.Raw = ABSENT
+    bootstrap_host: msgspec.Raw = ABSENT
+    bootstrap_port: msgspec.Raw = ABSENT
+    bootstrap_room: msgspec.Raw = ABSENT
+    bootstrap_pair_key: msgspec.Raw = ABSENT
+    decode_tp_size: msgspec.Raw = ABSENT
+    disagg_prefill_dp_rank: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
 
 
 class _StreamOptions(msgspec.Struct, gc=False):

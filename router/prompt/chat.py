@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from router.prompt.body import Fields, plain
 from router.prompt.content_format import ContentFormat
+from router.prompt.features import chat_features
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused, choose_tools, render_tools
+from router.prompt.verify import Features
 
 _ROLES = frozenset({"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"})
 _TOOL_BEARERS = ("root", "system", "developer")  # whose message may carry tools of its own
@@ -28,6 +31,7 @@ class Rendered:
 
     text: str
     continuation: str = ""
+    features: Features = field(default=frozenset(), compare=False)
 
 
 class HasMedia(Exception):
@@ -51,7 +55,7 @@ def render_chat(
         raise Refused("messages is not a list of messages")
     dumped = [_message(message) for message in sent]
     message_tools = any(m["role"] in _TOOL_BEARERS and m.get("tools") for m in dumped)
-    tools = choose_tools(render_tools(plain(fields.tools)), plain(fields.tool_choice), message_tools)
+    tools = choose_tools(_tools(bytes(fields.tools)), plain(fields.tool_choice), message_tools)
     messages = [_for_template(message, template.sglang_format) for message in dumped]
 
     generation = plain(fields.add_generation_prompt) if obey_generation_prompt else None
@@ -66,7 +70,13 @@ def render_chat(
         # Some templates (Mistral's) want bare functions; the engine tries once more with those (fact 11).
         bare = [tool["function"] for tool in tools] if tools else None
         text = template.render(messages, bare, kwargs, add_generation_prompt=generation is not False)
-    return Rendered(text, continuation)
+    return Rendered(text, continuation, chat_features(fields, sent))
+
+
+@functools.lru_cache(maxsize=64)
+def _tools(raw: bytes) -> list[dict[str, Any]] | None:
+    """An agent sends the same tools with every turn. What is kept is only read: the template's sandbox forbids more."""
+    return render_tools(plain(msgspec.Raw(raw))) if raw else None
 
 
 def _settle_last(messages: list[dict[str, Any]], keep_going: bool) -> tuple[list[dict[str, Any]], str]:

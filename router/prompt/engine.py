@@ -9,8 +9,11 @@ import msgspec
 
 from router.hashing import TokenIds, pack_ids
 from router.prompt.body import RequestBody, present
+from router.prompt.converted import Unsupported
 from router.prompt.forms import PromptForm
+from router.prompt.local import as_chat
 from router.prompt.models import ModelFacts
+from router.prompt.tools import Refused
 
 DEADLINE_S = 0.25  # a prompt's ids are worth less than this much of its first token's time
 MAX_ASKING = 32
@@ -45,6 +48,10 @@ def tokenize_request(body: RequestBody, form: PromptForm, engine: str) -> Questi
     path = "/v1/tokenize" if engine == "sglang" else "/tokenize"
     fields: dict[str, object] = {}
     if form.kind == "chat":
+        try:
+            body = as_chat(body)
+        except (Unsupported, Refused, ValueError, RecursionError):
+            return None
         names = _SGLANG_CHAT if engine == "sglang" else _VLLM_CHAT
         if engine == "vllm" and (present(body.fields.tool_choice) or present(body.fields.reasoning_effort)):
             return None  # its tokenize route does not know them
@@ -60,11 +67,20 @@ def tokenize_request(body: RequestBody, form: PromptForm, engine: str) -> Questi
 
 
 class EngineTokenizer:
-    """At most MAX_ASKING questions at once, each with a deadline; a model whose engines fail to answer is left alone
+    """At most `max_asking` questions at once, each with a deadline; a model whose engines fail to answer is left alone
     for a while, longer each time."""
 
-    def __init__(self, ask: Callable[[ModelFacts, str, bytes], Awaitable[bytes]], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        ask: Callable[[ModelFacts, str, bytes], Awaitable[bytes]],
+        clock: Callable[[], float],
+        *,
+        deadline_s: float = DEADLINE_S,
+        max_asking: int = MAX_ASKING,
+    ) -> None:
         self._ask = ask
+        self._deadline_s = deadline_s
+        self._max_asking = max_asking
         self._clock = clock
         self._asking = 0
         self._pauses: dict[tuple[str, ...], tuple[float, float]] = {}  # names → (until_s, length_s)
@@ -74,11 +90,11 @@ class EngineTokenizer:
         until_s, pause_s = self._pauses.get(model.names, (0.0, 0.0))
         if self._clock() < until_s:
             return "ask_paused"
-        if self._asking >= MAX_ASKING:
+        if self._asking >= self._max_asking:
             return "ask_busy"
         self._asking += 1
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(self._deadline_s):
                 answer = await self._ask(model, *question)
             ids = pack_ids(msgspec.json.decode(answer, type=_Answer).tokens)
         except AskRefused:

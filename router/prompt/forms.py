@@ -7,9 +7,11 @@ from typing import Literal
 
 import msgspec
 
-from router.hashing import TokenIds, pack_ids
+from router.hashing import TokenIds, pack_ids, token_count
 from router.prompt.body import RequestBody, present
+from router.prompt.converted import MESSAGES, RESPONSES
 
+SLICE_BYTES = 65_536
 CHARS_PER_TOKEN = 4  # the estimate where no tokenizer answers
 
 CHAT = "/v1/chat/completions"
@@ -24,7 +26,8 @@ class PromptForm:
 
     A batch is routed by its FIRST prompt: `ids` or `text` is that one, `prompts` how many there are. `rest_tokens` is
     exact when they came as ids; `rest_chars` is characters when they came as text. `ids` is None for ids no engine can
-    have (−5, 2^40, true, 1.0). `estimate_tokens` covers the whole batch, from characters where that is all there is.
+    have (−5, 2^40, true, 1.0); `max_id` is the highest of all prompts' ids. `estimate_tokens` covers the whole batch,
+    from characters where that is all there is.
     """
 
     kind: Literal["ids", "text", "chat", "none"]
@@ -35,6 +38,7 @@ class PromptForm:
     rest_tokens: int = 0
     rest_chars: int = 0
     estimate_tokens: int = 0
+    max_id: int | None = None
 
 
 def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
@@ -55,6 +59,8 @@ def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
         if present(fields.input_embeds):
             return PromptForm("none", "embeds", estimate_tokens=_size(fields.input_embeds) // CHARS_PER_TOKEN)
         return _prompt(given[0])
+    if body.path in (MESSAGES, RESPONSES) and engine == "sglang":
+        return PromptForm("chat", estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
     return PromptForm("none", "route", estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
 
 
@@ -99,14 +105,39 @@ def _ids(raw: msgspec.Raw) -> PromptForm:
     """Flat ids are one prompt, nested ids a batch. A bool or a float is not an id, nor is anything outside u32."""
     try:
         if _opening(raw) == b"[[":
-            prompts = msgspec.json.decode(raw, type=list[list[int]])
+            prompts = [pack_ids(prompt) for prompt in msgspec.json.decode(raw, type=list[list[int]])]
         else:
-            prompts = [msgspec.json.decode(raw, type=list[int])]
-        first = pack_ids(prompts[0])
+            prompts = [_flat(bytes(raw))]
     except (msgspec.DecodeError, ValueError, RecursionError):
         return PromptForm("none", "odd_ids", estimate_tokens=_size(raw))
-    rest = sum(map(len, prompts[1:]))
+    first = prompts[0]
+    rest = sum(map(token_count, prompts[1:]))
+    highest = max((max(memoryview(prompt).cast("I")) for prompt in prompts if prompt), default=None)
     if not first:
-        return PromptForm("none", "empty", prompts=len(prompts), rest_tokens=rest, estimate_tokens=rest)
-    estimate = len(prompts[0]) + rest
-    return PromptForm("ids", ids=first, prompts=len(prompts), rest_tokens=rest, estimate_tokens=estimate)
+        return PromptForm("none", "empty", prompts=len(prompts), rest_tokens=rest, estimate_tokens=rest, max_id=highest)
+    return PromptForm(
+        "ids",
+        ids=first,
+        prompts=len(prompts),
+        rest_tokens=rest,
+        estimate_tokens=token_count(first) + rest,
+        max_id=highest,
+    )
+
+
+def _flat(raw: bytes) -> TokenIds:
+    """A JSON array of ids, read in slices: one call for a million ids would stop every thread for 15 ms."""
+    text = raw.strip()
+    if len(text) <= SLICE_BYTES or text[:1] != b"[" or text[-1:] != b"]":
+        return pack_ids(msgspec.json.decode(text, type=list[int]))
+    packed: list[TokenIds] = []
+    at, end = 1, len(text) - 1
+    while at <= end:
+        comma = text.rfind(b",", at, at + SLICE_BYTES) if end - at > SLICE_BYTES else end
+        if comma < 0:
+            raise ValueError("one id longer than a slice")
+        packed.append(pack_ids(msgspec.json.decode(b"[" + text[at:comma] + b"]", type=list[int])))
+        at = comma + 1
+        if not packed[-1]:
+            raise ValueError("an id is missing")
+    return b"".join(packed)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
 from router.hashing import TokenIds
-from router.prompt.body import RequestBody
-from router.prompt.chat import HasMedia, Rendered, render_chat
-from router.prompt.forms import TOKENIZE, PromptForm
+from router.prompt.body import RequestBody, plain
+from router.prompt.chat import MEDIA_PARTS, HasMedia, Rendered, render_chat
+from router.prompt.conversation import CachedPrompt, ConversationCache
+from router.prompt.converted import MESSAGES, RESPONSES, Unsupported, chat_fields
+from router.prompt.features import TEXT
+from router.prompt.forms import CHAT, TOKENIZE, PromptForm
 from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tokenizer import MAX_CHARS, CannotEncode, Tokenizer
 from router.prompt.tools import Refused
+from router.prompt.verify import Features
 from router.prompt.vllm_chat import render_vllm_chat
+
+_MEDIA_MARK = "\ue000media\ue000"  # stands where the first image, audio or video is, and is cut off with the rest
+_SAFE_END = re.compile(r"\w(?= \w)")  # between two words no tokenizer joins anything
 
 
 class NoIds(Exception):
@@ -22,19 +36,38 @@ class NoIds(Exception):
         self.ask_engine = ask_engine
 
 
+@dataclass(frozen=True, slots=True)
+class LocalPrompt:
+    """`partial`: the ids end somewhere before the first media item. `cached` knows block keys of earlier turns."""
+
+    ids: TokenIds
+    features: Features
+    cached: CachedPrompt | None = None
+    partial: bool = False
+
+
 def local_ids(body: RequestBody, form: PromptForm, files: ModelFiles, facts: ModelFacts) -> TokenIds:
+    """The ids of `local_prompt`, made from nothing but the body."""
+    return local_prompt(body, form, files, facts).ids
+
+
+def local_prompt(
+    body: RequestBody, form: PromptForm, files: ModelFiles, facts: ModelFacts, cache: ConversationCache | None = None
+) -> LocalPrompt:
     """Ids of the first prompt. Raises NoIds, and nothing else, whatever the body holds."""
     try:
         if form.kind == "chat":
-            ids = _chat_ids(body, files, facts)
+            prompt = _chat_prompt(as_chat(body), files, facts, cache)
         else:
             text = form.text or ""
             _check_length(text)
-            ids = files.tokenizer.encode_raw_text(text, restore_flags=facts.engine != "vllm")
+            prompt = LocalPrompt(files.tokenizer.encode_raw_text(text, restore_flags=facts.engine != "vllm"), TEXT)
     except NoIds:
         raise
     except Refused:
         raise NoIds("refused", ask_engine=False) from None  # the engine answers 4xx; it need not be asked twice
+    except Unsupported as what:
+        raise NoIds(f"unsupported_{what}", ask_engine=False) from None
     except HasMedia:
         raise NoIds("media", ask_engine=False) from None
     except CannotEncode:
@@ -43,9 +76,16 @@ def local_ids(body: RequestBody, form: PromptForm, files: ModelFiles, facts: Mod
         raise NoIds("template_error") from None
     except (ValueError, RecursionError, UnicodeError):
         raise NoIds("odd_body", ask_engine=False) from None
-    if not ids:
+    if not prompt.ids:
         raise NoIds("empty", ask_engine=False)
-    return ids
+    return prompt
+
+
+def as_chat(body: RequestBody) -> RequestBody:
+    """The body as the engine's chat route sees it; itself when it came that way. Raises as `chat_fields`."""
+    if body.path not in (MESSAGES, RESPONSES):
+        return body
+    return replace(body, path=CHAT, fields=chat_fields(body.path, body.fields))
 
 
 def render(body: RequestBody, template: ChatTemplate, facts: ModelFacts) -> Rendered:
@@ -56,15 +96,59 @@ def render(body: RequestBody, template: ChatTemplate, facts: ModelFacts) -> Rend
     return render_chat(body.fields, template, facts.default_kwargs, obey_generation_prompt=obey)
 
 
-def _chat_ids(body: RequestBody, files: ModelFiles, facts: ModelFacts) -> TokenIds:
-    if files.template is None:
+def _chat_prompt(
+    body: RequestBody, files: ModelFiles, facts: ModelFacts, cache: ConversationCache | None
+) -> LocalPrompt:
+    template = files.template
+    if template is None:
         raise NoIds("no_template")
-    rendered = render(body, files.template, facts)
+    try:
+        rendered = render(body, template, facts)
+    except HasMedia:
+        if (template.vllm_format if facts.engine == "vllm" else template.sglang_format) != "openai":
+            raise
+        return _before_media(body, files, facts, cache)
     _check_length(rendered.text)
-    ids = files.tokenizer.encode(rendered.text, False)
+    ids, cached = _encode(rendered.text, files.tokenizer, cache)
     if ids and rendered.continuation:
-        ids += _continuation(files.tokenizer, rendered.continuation)
-    return ids
+        return LocalPrompt(ids + _continuation(files.tokenizer, rendered.continuation), rendered.features)
+    return LocalPrompt(ids, rendered.features, cached)
+
+
+def _encode(text: str, tokenizer: Tokenizer, cache: ConversationCache | None) -> tuple[TokenIds, CachedPrompt | None]:
+    if cache is None or tokenizer.boundaries is None:
+        return tokenizer.encode(text, False), None
+    return cache.encode(text, tokenizer.boundaries, tokenizer.encode)
+
+
+def _before_media(
+    body: RequestBody, files: ModelFiles, facts: ModelFacts, cache: ConversationCache | None
+) -> LocalPrompt:
+    """The prompt up to its first image, audio or video: what comes from there on exists only inside the engine, and
+    equal text behind different images must not earn credit (case 42)."""
+    assert files.template is not None
+    sent = plain(body.fields.messages)
+    marked = [_marked(message) for message in sent] if isinstance(sent, list) else sent
+    fields = msgspec.structs.replace(body.fields, messages=msgspec.Raw(json.dumps(marked).encode()))
+    rendered = render(replace(body, fields=fields), files.template, facts)
+    text = rendered.text.partition(_MEDIA_MARK)[0]
+    _check_length(text)
+    ends = [match.end() for match in _SAFE_END.finditer(text)]
+    ids, cached = _encode(text[: ends[-1]] if ends else "", files.tokenizer, cache)
+    return LocalPrompt(ids, rendered.features | {"media"}, cached, partial=True)
+
+
+def _marked(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    mark = {"type": "text", "text": _MEDIA_MARK}
+    return {**message, "content": [mark if _is_media(part) else part for part in content]}
+
+
+def _is_media(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in MEDIA_PARTS
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> TokenIds:

@@ -28,6 +28,9 @@ _PYTHON_RENDERED = {
 }
 
 
+_OTHER_ENCODERS = ("vision_config", "audio_config", "thinker_config", "vision_tower", "mm_projector_type")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the prompt stage must know of the engines that serve a model.
@@ -42,11 +45,13 @@ class ModelFacts:
     chat_template: str | None = None
     default_kwargs: Mapping[str, Any] = field(default_factory=dict)
     adapters: frozenset[str] = frozenset()
+    version: str | None = None
 
     @classmethod
     def from_server_info(cls, info: ServerInfo) -> ModelFacts:
         return cls(
             engine=info.engine,
+            version=info.version,
             names=tuple(name for name in info.model_names if name not in info.adapters),
             tokenizer_path=info.tokenizer_path or info.model_path,
             chat_template=info.chat_template,
@@ -57,11 +62,16 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """`template` is None when chat prompts cannot be rendered here; `template_problem` says why."""
+    """`template` is None when chat prompts cannot be rendered here; `template_problem` says why. `vocab_size` is the
+    model's (config.json), or its tokenizer's if that is larger; None when neither is known. `multimodal`: config.json
+    names another encoder beside the language model.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     template_problem: str = ""
+    vocab_size: int | None = None
+    multimodal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +91,21 @@ def load_model(source: ModelSource, now: Callable[[], datetime]) -> ModelFiles:
         raise TokenizerUnusable(f"no tokenizer.json in {folder}")
     tokenizer = load_tokenizer(folder)
     warm_up(tokenizer)
+    config = _read_config(folder)
+    vocab, multimodal = _vocab_size(config, tokenizer), any(name in config for name in _OTHER_ENCODERS)
     try:
         text = _template_text(source, folder)
-        return ModelFiles(tokenizer, ChatTemplate(text, tokenizer.specials, now))
+        return ModelFiles(tokenizer, ChatTemplate(text, tokenizer.specials, now), "", vocab, multimodal)
     except TemplateFailure as error:
-        return ModelFiles(tokenizer, None, str(error))
+        return ModelFiles(tokenizer, None, str(error), vocab, multimodal)
+
+
+def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int | None:
+    """A model's table of embeddings is often padded past its tokenizer's last id: those ids do no harm."""
+    inner = config.get("text_config")
+    sizes = [part.get("vocab_size") for part in (config, inner) if isinstance(part, dict)]
+    known = [size for size in (*sizes, tokenizer.vocab_size) if isinstance(size, int) and size > 0]
+    return max(known, default=None)
 
 
 def _template_text(source: ModelSource, folder: Path) -> str:
@@ -118,13 +138,18 @@ def _read(path: Path) -> str:
         raise TemplateFailure(f"cannot read the chat template {path}: {error}") from error
 
 
-def _python_rendered(folder: Path, engine: str) -> str:
-    """The architecture of config.json if it is one that bypasses Jinja; an unreadable file counts as none."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json; {} when it is absent or unreadable."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return ""
-    names = config.get("architectures") if isinstance(config, dict) else None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _python_rendered(folder: Path, engine: str) -> str:
+    """The architecture of config.json if it is one that bypasses Jinja."""
+    names = _read_config(folder).get("architectures")
     first = str(names[0]) if isinstance(names, list) and names else ""
     return first if any(known in first for known in _PYTHON_RENDERED.get(engine, ())) else ""
 

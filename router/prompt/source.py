@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from router.config.schema import TokenizerConfig
+from router.errors import RouterError
 from router.hashing import Namespace, TokenIds, token_count
 from router.prompt.body import RequestBody
+from router.prompt.checks import Checked, PromptChecks
+from router.prompt.conversation import CachedPrompt, ConversationCache
 from router.prompt.engine import EngineTokenizer, tokenize_request
 from router.prompt.forms import PromptForm, prompt_form
-from router.prompt.local import NoIds, local_ids
-from router.prompt.models import ModelFacts, ModelSource, ModelStore
+from router.prompt.forward import may_forward
+from router.prompt.local import LocalPrompt, NoIds, local_prompt
+from router.prompt.models import ModelFacts, ModelFiles, ModelSource, ModelStore
+from router.prompt.verify import Difference
 
 Ask = Callable[[ModelFacts, str, bytes], Awaitable[bytes]]
 Count = Callable[[str, str], None]
 
 INLINE_BYTES = {"fastokens": 16_384, "tokenizers": 2_048}  # bodies this small cost less than a hop to a thread
+INLINE_FORM_BYTES = 262_144
 ENCODE_THREADS = 2
 MAX_QUEUED = 64  # bodies waiting for or in a thread; one more is routed by load
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -32,9 +39,12 @@ ENCODE_DEADLINE_S = 1.0
 class Prompt:
     """The router's view of a request's prompt.
 
-    `ids` are the FIRST prompt's; None routes by load. `tokens` is what all prompts of the batch make the engine
-    prefill, `n` copies each: exact where ids are known, else characters ÷ 4. `reason` says why `source` is not better:
-    empty for "given" and "local".
+    `ids` are the FIRST prompt's; None routes by load. They may end before the prompt does (in front of an image).
+    `tokens` is what all prompts of the batch make the engine prefill, `n` copies each: exact where ids are known, else
+    characters ÷ 4. `reason` says why `source` is not better: empty for "given" and "local".
+
+    `cached` knows block keys that earlier turns worked out. `forward_for`: the ids may be sent in the prompt's place to
+    an engine of these facts. `counted(facts, tokens)` is to be told the engine's own count of the prompt's tokens.
     """
 
     ids: TokenIds | None
@@ -42,13 +52,18 @@ class Prompt:
     namespace: Namespace
     source: Literal["given", "local", "engine", "none"]
     reason: str = ""
+    standing: str = field(default="", compare=False)
+    cached: CachedPrompt | None = field(default=None, compare=False)
+    forward_for: ModelFacts | None = field(default=None, compare=False)
+    counted: Callable[[ModelFacts, int], None] | None = field(default=None, compare=False)
 
 
 class PromptSource:
     """Resolves requests in the order: ids in the body, local tokenizer and template, the engine's tokenizer, load-only.
 
-    `ask(model, path, body)` posts JSON to one engine of the model and returns its answer's body; it raises
-    `AskRefused` for a 4xx and anything else for a failure. `count(source, reason)` is called once a request.
+    `ask(model, path, body)` posts JSON to one engine of these facts and returns its answer's body; it raises
+    `AskRefused` for a 4xx and anything else for a failure. `count(source, reason)` is called once a request,
+    `on_drift(model, difference)` when what is made here turned out not to be what those engines make.
     """
 
     def __init__(
@@ -57,6 +72,9 @@ class PromptSource:
         *,
         ask: Ask | None = None,
         count: Count = lambda source, reason: None,
+        on_check: Callable[[str], None] = lambda outcome: None,
+        on_tokens: Callable[[str, int], None] = lambda result, tokens: None,
+        on_drift: Callable[[ModelFacts, Difference], None] = lambda model, seen: None,
         store: ModelStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
@@ -65,9 +83,16 @@ class PromptSource:
         self._mode = config.mode
         self._folder = str(config.path) if config.path is not None else None
         self._template = str(config.chat_template) if config.chat_template is not None else None
+        self._forward = config.forward_ids
         self._count = count
         self._store = store or ModelStore(clock=clock, now=now)
         self._engine = EngineTokenizer(ask, clock) if ask is not None else None
+        self.cache = ConversationCache(config.cache_mb << 20)
+        self._on_tokens = on_tokens
+        self._use_cache = config.cache_mb > 0
+        self._checks = PromptChecks(
+            config, ask=ask if config.mode == "auto" else None, clock=clock, on_check=on_check, on_drift=on_drift
+        )
         self._deadline_s = encode_deadline_s
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
         self._queued = 0
@@ -84,12 +109,43 @@ class PromptSource:
         """Tokenizer folder → "fastokens" or "tokenizers", or what is wrong with it."""
         return self._store.loaded()
 
+    def drift(self, model: ModelFacts) -> Difference | None:
+        """How prompts made here were found to differ from those of engines of these facts; None: not at all."""
+        source = self._source(model)
+        return None if source is None else self._checks.drift(model, source)
+
+    def doubt(self, model: ModelFacts) -> None:
+        """An engine of these facts was started anew, perhaps with other files: what was verified, or found to differ,
+        is to be compared again."""
+        source = self._source(model)
+        if source is not None:
+            self._checks.forget(model, source)
+
+    def describe(self, model: ModelFacts) -> dict[str, Any]:
+        """Where this model's ids come from and what is verified of it, for the admin page."""
+        source = self._source(model)
+        if source is None or self._mode in ("engine", "off"):
+            return {"tokenizer": None, "problem": "no local tokenizer", "features": []}
+        files = self._store.get(source)
+        return {
+            "tokenizer": files.tokenizer.backend if files is not None else None,
+            "problem": self._store.problem(source) or None,
+            "cuts_conversations": files is not None and files.tokenizer.boundaries is not None,
+            "features": self._checks.describe(model, source),
+        }
+
     async def resolve(self, body: RequestBody, model: ModelFacts | None) -> Prompt:
-        """Never raises for what a client or an engine sent. `model` is None when no worker is known for it."""
-        form = prompt_form(body, model.engine if model is not None else "unknown")
+        """`model` is None when no worker is known for it. Never raises for what an engine sent; of a client's bodies
+        only token ids that are none in the model's vocabulary raise: RouterError("bad_token_ids")."""
+        engine = model.engine if model is not None else "unknown"
+        if len(body.raw) > INLINE_FORM_BYTES:
+            loop = asyncio.get_running_loop()
+            form = await loop.run_in_executor(self._threads, prompt_form, body, engine)
+        else:
+            form = prompt_form(body, engine)
         namespace = _namespace(body, model)
         prompt = await self._resolve(body, form, namespace, model)
-        self._count(prompt.source, prompt.reason)
+        self._count(prompt.source, prompt.reason or prompt.standing)
         return prompt
 
     async def _resolve(
@@ -98,6 +154,8 @@ class PromptSource:
         def unknown(reason: str) -> Prompt:
             return Prompt(None, form.estimate_tokens * body.copies, namespace, "none", reason)
 
+        if model is not None and (form.max_id is not None or form.reason == "odd_ids"):
+            self._check_vocabulary(form, model)
         if body.odd & {"cache_salt", "extra_key", "lora_path", "model"}:
             return unknown("odd_namespace")
         if form.kind == "none":
@@ -109,8 +167,7 @@ class PromptSource:
         reason = "engine_mode"
         if self._mode != "engine":
             try:
-                ids = await self._local(body, form, model)
-                return Prompt(ids, _tokens(ids, form) * body.copies, namespace, "local")
+                return await self._local(body, form, namespace, model)
             except NoIds as none:
                 reason = none.reason
                 if not none.ask_engine or self._mode == "local":
@@ -123,31 +180,69 @@ class PromptSource:
             return unknown(f"{reason}+{answer}")
         return Prompt(answer, _tokens(answer, form) * body.copies, namespace, "engine", reason)
 
-    async def _local(self, body: RequestBody, form: PromptForm, model: ModelFacts) -> TokenIds:
+    async def _local(self, body: RequestBody, form: PromptForm, namespace: Namespace, model: ModelFacts) -> Prompt:
         source = self._source(model)
         if source is None:
             raise NoIds("no_tokenizer")
         files = self._store.get(source)
         if files is None:
             raise NoIds("loading" if self._store.problem(source) == "loading" else "no_tokenizer")
+        made = await self._make(body, form, files, model)
+        if made.cached is not None:
+            self._on_tokens("reused", made.cached.tokens_reused)
+            self._on_tokens("made", token_count(made.ids) - made.cached.tokens_reused)
+        tokens = _tokens(made.ids, form)
+        if made.partial:
+            tokens = max(tokens, form.estimate_tokens)
+            return Prompt(made.ids, tokens * body.copies, namespace, "local", "media", cached=made.cached)
+        checked = Checked(body, form, model, source, files, made)
+        standing = self._checks.take(checked)
+        if standing == "drifted":
+            raise NoIds("drifted")
+        single = body.copies == 1 and form.prompts == 1
+        return Prompt(
+            made.ids,
+            tokens * body.copies,
+            namespace,
+            "local",
+            standing=standing,
+            cached=made.cached,
+            forward_for=model if self._forward and standing == "verified" and may_forward(checked) else None,
+            counted=functools.partial(self._checks.counted, checked.key, tokens) if single else None,
+        )
+
+    async def _make(self, body: RequestBody, form: PromptForm, files: ModelFiles, model: ModelFacts) -> LocalPrompt:
+        cache = self.cache if self._use_cache and self._checks.cache_trusted else None
         if len(body.raw) <= INLINE_BYTES[files.tokenizer.backend]:
-            return local_ids(body, form, files, model)
+            return local_prompt(body, form, files, model, cache)
         if self._queued >= MAX_QUEUED:
             raise NoIds("busy", ask_engine=False)
         if len(body.raw) > MAX_BODY_BYTES:
             raise NoIds("too_long", ask_engine=False)
         self._queued += 1
-        job = asyncio.get_running_loop().run_in_executor(self._threads, local_ids, body, form, files, model)
+        loop = asyncio.get_running_loop()
+        job = loop.run_in_executor(self._threads, local_prompt, body, form, files, model, cache)
         job.add_done_callback(self._left)
         done, _ = await asyncio.wait([job], timeout=self._deadline_s)
         if not done:  # the thread cannot be stopped: it keeps its place in the queue until it ends
             raise NoIds("deadline", ask_engine=False)
         return job.result()
 
-    def _left(self, job: asyncio.Future[TokenIds]) -> None:
+    def _left(self, job: asyncio.Future[LocalPrompt]) -> None:
         self._queued -= 1
         if not job.cancelled():
             job.exception()  # read, so that a job nobody waits for any more is not reported as unhandled
+
+    def _check_vocabulary(self, form: PromptForm, model: ModelFacts) -> None:
+        """One id outside the vocabulary ends a CPU SGLang server (contract, section 5)."""
+        source = self._source(model)
+        files = self._store.get(source) if source is not None and self._mode in ("auto", "local") else None
+        if files is None or files.vocab_size is None:
+            return
+        if form.max_id is None:
+            raise RouterError("bad_token_ids", f"token ids are integers from 0 to {files.vocab_size - 1}")
+        if form.max_id >= files.vocab_size:
+            raise RouterError("bad_token_ids", f"token id {form.max_id} is not in the vocabulary of {files.vocab_size}")
 
     def _source(self, model: ModelFacts) -> ModelSource | None:
         folder = self._folder or model.tokenizer_path
@@ -156,6 +251,7 @@ class PromptSource:
         return ModelSource(folder, model.engine, self._template, model.chat_template)
 
     async def close(self) -> None:
+        await self._checks.close()
         await self._store.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -6,6 +6,7 @@ Which one serves is `Tokenizer.backend`. Both are loaded once and compared on a 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import tokenizers
 
 from router.hashing import TokenIds, pack_ids
+from router.prompt.conversation import Boundaries, HardToken, find_boundaries
 
 try:
     import fastokens
@@ -62,7 +64,8 @@ class CannotEncode(Exception):
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     """`specials` are bos_token, eos_token … as templates see them. `flagged_prefix` / `flagged_suffix`: the ids SGLang
-    puts around raw text by the configuration's flags; None when the file's own post-processor decides.
+    puts around raw text by the configuration's flags; None when the file's own post-processor decides. `vocab_size`:
+    one more than the highest id of the file. `boundaries`: where texts may be cut, None when nowhere.
     """
 
     backend: Backend
@@ -71,6 +74,9 @@ class Tokenizer:
     flagged_prefix: TokenIds | None
     flagged_suffix: TokenIds
     encoder: Encode
+    vocab_size: int | None = None
+    boundaries: Boundaries | None = None
+    decoder: Callable[[list[int]], str] | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
         """Raises CannotEncode. Not interruptible: the caller limits the length first (MAX_CHARS)."""
@@ -86,7 +92,7 @@ class Tokenizer:
         return self.flagged_prefix + self.encode(text, False) + self.flagged_suffix
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, *, fast_wanted: bool = True) -> Tokenizer:
     """Load tokenizer.json of `folder` (0.8–2.7 s for a large vocabulary). Raises TokenizerUnusable."""
     try:
         reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -96,7 +102,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     reference.no_padding()
     config = read_tokenizer_config(folder)
     slow = _slow_encoder(reference)
-    fast = _fast_encoder(folder / "tokenizer.json")
+    fast = _fast_encoder(folder / "tokenizer.json") if fast_wanted else None
     agreed = fast is not None and _agree(fast, slow, _special_probes(reference))
     specials = _specials(config)
     bos = reference.token_to_id(specials.get("bos_token", ""))
@@ -113,7 +119,20 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         flagged_prefix=prefix,
         flagged_suffix=suffix,
         encoder=fast if fast is not None and agreed else slow,
+        vocab_size=max(reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1 or None,
+        boundaries=find_boundaries(_matched_first(reference), slow, _PROBES),
+        decoder=functools.partial(reference.decode, skip_special_tokens=False),
     )
+
+
+def _matched_first(model: tokenizers.Tokenizer) -> list[HardToken]:
+    """The added tokens that are matched on the raw text, before anything is normalised."""
+    added = model.get_added_tokens_decoder().items()
+    return [
+        HardToken(token.content, number, hard=not (token.lstrip or token.rstrip or token.single_word))
+        for number, token in added
+        if token.content and not token.normalized
+    ]
 
 
 def warm_up(tokenizer: Tokenizer) -> None:

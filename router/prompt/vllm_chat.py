@@ -9,6 +9,7 @@ from typing import Any
 from router.prompt.body import Fields, plain, present
 from router.prompt.chat import MEDIA_PARTS, HasMedia, Rendered, boolean
 from router.prompt.content_format import ContentFormat
+from router.prompt.features import chat_features
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused
 
@@ -42,10 +43,11 @@ def render_vllm_chat(fields: Fields, template: ChatTemplate, defaults: Mapping[s
         raise Refused("continue_final_message needs add_generation_prompt false")
     kwargs = _template_kwargs(fields, defaults)
     if not keep_going:
-        return Rendered(template.render(messages, tools, kwargs, add_generation_prompt=generation))
+        text = template.render(messages, tools, kwargs, add_generation_prompt=generation)
+        return Rendered(text, features=chat_features(fields, sent))
     last = _mark_end(messages)
     text = template.render(messages, tools, kwargs, add_generation_prompt=False)
-    return Rendered(_cut_at_mark(text, last))
+    return Rendered(_cut_at_mark(text, last), features=chat_features(fields, sent))
 
 
 def _template_kwargs(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,6 +190,12 @@ class Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def peer(self) -> str:
+        """The address at the other end; loopback's once the connection is gone."""
+        peername = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peername[0]) if peername else "127.0.0.1"
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()

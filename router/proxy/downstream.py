@@ -46,10 +46,18 @@ class Sent(web.StreamResponse):
 class ClientConnection(RequestHandler):
     """One accepted socket. `sweep` is to be called about once a second: it enforces the deadlines."""
 
-    def __init__(self, *args: Any, has_room: Callable[[], bool], **settings: Any) -> None:
-        """`has_room` is asked when the socket is accepted; False closes it at once."""
+    def __init__(
+        self,
+        *args: Any,
+        has_room: Callable[[], bool],
+        on_refused: Callable[[RouterError], None],
+        **settings: Any,
+    ) -> None:
+        """`has_room` is asked when the socket is accepted; False closes it at once. `on_refused` is told of every
+        request that never reached the handler because it is not well-formed HTTP."""
         super().__init__(*args, **settings)
         self._has_room = has_room
+        self._on_refused = on_refused
         self.busy = False
         """A request's head is complete and its answer is not."""
         self.throttled: Throttled | None = None
@@ -115,7 +123,9 @@ class ClientConnection(RequestHandler):
         code = "bad_request" if status < 500 else "internal"
         text = "the request is not well-formed HTTP" if status < 500 else "the router failed"
         answer = Answer(self, keep=False)
-        answer.error(RouterError(code, text))
+        error = RouterError(code, text)
+        answer.error(error)
+        self._on_refused(error)
         return answer.sent()
 
 

@@ -15,6 +15,7 @@ from router.errors import RouterError
 from router.proxy.connection import UpstreamConnectError, UpstreamError
 from router.proxy.headers import AnswerFields, for_worker
 from router.proxy.plan import Core, Fault, Outcome, Placement, RawHeaders, Usage
+from router.proxy.queue import QueueOptions, WaitQueue
 from router.proxy.upstream import UpstreamClient, UpstreamResponse
 from router.proxy.usage import UsageTap
 
@@ -43,6 +44,8 @@ class Incoming:
     """The client's fields that may go to a worker."""
     body: bytes
     request_id: str
+    priority: int = 0
+    """Larger waits less for room on a worker."""
 
 
 class Throttled(Protocol):
@@ -73,10 +76,12 @@ class Client(Protocol):
 class Attempt:
     """A placement together with the promise to finish it exactly once."""
 
-    __slots__ = ("_finished", "placement")
+    __slots__ = ("_ended", "_finished", "placement")
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, ended: Callable[[], None]) -> None:
+        """`ended` is called after the placement was finished: its worker has room again."""
         self.placement = placement
+        self._ended = ended
         self._finished = False
 
     def finish(
@@ -85,12 +90,13 @@ class Attempt:
         if not self._finished:
             self._finished = True
             self.placement.finish(outcome, fault=fault, status=status, usage=usage)
+            self._ended()
 
 
 class Story:
     """What is known so far of a request's end; the listener makes a RequestRecord of it."""
 
-    __slots__ = ("answered", "attempts", "error", "first_byte_at", "outcome", "status", "usage", "worker")
+    __slots__ = ("answered", "attempts", "error", "first_byte_at", "outcome", "queued_s", "status", "usage", "worker")
 
     def __init__(self) -> None:
         self.outcome = Outcome.CLIENT_CLOSED
@@ -101,6 +107,7 @@ class Story:
         self.worker: str | None = None
         self.attempts = 0
         self.first_byte_at: float | None = None
+        self.queued_s: float | None = None
         self.usage: Usage | None = None
 
 
@@ -147,10 +154,18 @@ class Relay:
 class Forwarder(Generic[P]):
     """Carries requests from `Client` to workers as `core` decides."""
 
-    def __init__(self, core: Core[P], upstream: UpstreamClient, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, core: Core[P], upstream: UpstreamClient, queue: QueueOptions, *, clock: Callable[[], float]
+    ) -> None:
         self._core = core
         self._upstream = upstream
         self._clock = clock
+        self._queue = WaitQueue(core, queue)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room on a worker."""
+        return self._queue.waiting
 
     async def forward(self, incoming: Incoming, client: Client, story: Story) -> None:
         """Answer one request. `story` is up to date however this ends.
@@ -186,7 +201,14 @@ class Forwarder(Generic[P]):
         try:
             while connect_tries < MAX_CONNECT_TRIES:
                 try:
-                    attempt = Attempt(self._core.place(plan, frozenset(tried)))
+                    without = frozenset(tried)
+                    if refused is not None:  # a second try is made where there is room, or not at all
+                        chosen: Placement | None = self._core.place(plan, without)
+                    else:
+                        chosen = self._queue.try_place(plan, without)
+                    if chosen is None:
+                        chosen = await self._wait_for_room(plan, without, incoming, story)
+                    attempt = Attempt(chosen, self._queue.released)
                 except RouterError:
                     if refused is None and unreachable is None:
                         raise
@@ -211,6 +233,13 @@ class Forwarder(Generic[P]):
         finally:
             if refused is not None and not keep_refused:
                 refused[1].close()
+
+    async def _wait_for_room(self, plan: P, without: frozenset[str], incoming: Incoming, story: Story) -> Placement:
+        arrived_at = self._clock()
+        try:
+            return await self._queue.wait(plan, without, incoming.priority)
+        finally:
+            story.queued_s = self._clock() - arrived_at
 
     async def _send(self, attempt: Attempt, incoming: Incoming, story: Story) -> UpstreamResponse:
         """One worker's answer head. The attempt is finished when this raises."""

@@ -7,10 +7,12 @@ The proxy moves bytes and keeps the life of a request straight; it never decides
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, TypeVar
+
+from router.errors import RouterError
 
 UNMATCHED = "unmatched"
 """The `route` of every request whose path is not on the allow-list (case 97: no raw path becomes a label)."""
@@ -35,6 +37,13 @@ class Outcome(StrEnum):
 
 Fault = Literal["connect", "reset", "timeout", "protocol", "http_500", "http_502", "http_504"]
 """What a circuit breaker may count against a worker. 4xx, 429, 503 and leaving clients are no faults (case 89)."""
+
+
+class NoRoom(RouterError):
+    """Workers could serve the request, and each is at its limit of requests in flight."""
+
+    def __init__(self) -> None:
+        super().__init__("queue_full", "every worker is at its limit; try again soon", retry_after_s=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class RequestRecord:
 
     request_id: str
     method: str
+    """"-" when the request was not well-formed HTTP."""
     route: str
     """A route of interface.md or `UNMATCHED`."""
     outcome: Outcome
@@ -117,6 +127,8 @@ class RequestRecord:
     ttft_s: float | None
     """Seconds from the request's head to the first byte of the worker's answer, None when there was none."""
     usage: Usage | None
+    queued_s: float | None = None
+    """Seconds the request waited for room on a worker, None when it did not have to."""
 
 
 P = TypeVar("P")
@@ -134,11 +146,15 @@ class Core(Protocol[P]):
     def place(self, plan: P, tried: frozenset[str]) -> Placement:
         """Choose a worker whose `url.text` is not in `tried` and count the request as its load from now on.
 
-        Raises RouterError("no_worker", retry_after_s=…) when none is left; nothing is counted then.
+        Raises RouterError("no_worker", retry_after_s=…) when none is left, NoRoom when those left are at their limits;
+        nothing is counted then.
         """
 
+    def pool(self, plan: P) -> Hashable:
+        """Requests of one pool can go to the same workers, so they wait in one line."""
+
     def request_done(self, record: RequestRecord) -> None:
-        """Called exactly once for every request that is well-formed HTTP, health and metrics included."""
+        """Called exactly once for every request, health, metrics and what is not well-formed HTTP included."""
 
     def models(self) -> bytes:
         """The JSON of GET /v1/models: every served name once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,9 +18,15 @@ from router.proxy.downstream import Answer, ClientConnection
 from router.proxy.forward import Forwarder, Incoming, Story
 from router.proxy.headers import ClientKeys, forwardable, request_id
 from router.proxy.plan import UNMATCHED, Core, Outcome, RequestRecord
+from router.proxy.queue import NOBODY_WAITS, QueueOptions
 from router.proxy.upstream import UpstreamClient
 
 log = logging.getLogger("router.proxy")
+
+parser_log = logging.getLogger("router.http")
+"""aiohttp's own complaints about requests, with traces and the client's bytes: nobody's fault here, so off by default.
+Faults of our handlers are logged by the handlers."""
+parser_log.setLevel(logging.CRITICAL)
 
 P = TypeVar("P")
 
@@ -37,6 +43,8 @@ class ListenerOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     max_body_bytes: int = 64 << 20
+    max_buffered_bytes: int = 1 << 30
+    """All request bodies held at a time, from their first byte to the end of the answer (case 78)."""
     head_s: float = 30.0
     """From a request's first byte (or the connection's start) to the end of its head."""
     body_s: float = 120.0
@@ -49,18 +57,26 @@ class ListenerOptions:
     metrics: bool = True
     tls: ssl.SSLContext | None = None
     reuse_port: bool = False
+    queue: QueueOptions = NOBODY_WAITS
+    priority_header: str | None = None
+    """Name of a trusted field with an integer; requests with a larger one wait less."""
 
 
 class _Protocols(web.Server):
     """aiohttp's low-level server, making our connections."""
 
-    def __init__(self, handler: Any, max_connections: int, **settings: Any) -> None:
+    def __init__(
+        self, handler: Any, max_connections: int, on_refused: Callable[[RouterError], None], **settings: Any
+    ) -> None:
         super().__init__(handler, handler_cancellation=True)
         self._max_connections = max_connections
+        self._on_refused = on_refused
         self._settings = settings
 
     def __call__(self) -> RequestHandler:
-        return ClientConnection(self, loop=self._loop, has_room=self._has_room, **self._settings)
+        return ClientConnection(
+            self, loop=self._loop, has_room=self._has_room, on_refused=self._on_refused, **self._settings
+        )
 
     def _has_room(self) -> bool:
         return len(self._connections) <= self._max_connections
@@ -73,13 +89,16 @@ class PublicListener(Generic[P]):
         self._core = core
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._forwarder = Forwarder(core, upstream, clock=self._loop.time)
+        self._forwarder = Forwarder(core, upstream, options.queue, clock=self._loop.time)
         self._keys = ClientKeys(options.api_keys)
+        self._bodies = _Budget(options.max_buffered_bytes)
         self._protocols = _Protocols(
             self._handle,
             options.max_connections,
+            self._refused_by_parser,
             keepalive_timeout=_KEEP_ALIVE_S,
             access_log=None,
+            logger=parser_log,
             auto_decompress=False,
             max_line_size=_FIELD_LIMIT_BYTES,
             max_field_size=_FIELD_LIMIT_BYTES,
@@ -96,6 +115,16 @@ class PublicListener(Generic[P]):
     def in_flight(self) -> int:
         """Requests whose head arrived and whose answer is not complete."""
         return self._in_flight
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room on a worker."""
+        return self._forwarder.waiting
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Request bodies held now."""
+        return self._bodies.held
 
     @property
     def port(self) -> int:
@@ -170,6 +199,8 @@ class PublicListener(Generic[P]):
             route = routes.route_of(target)
             await self._serve(request, route, target, answer, story)
         except RouterError as error:
+            if error.code == "bad_request" and route == UNMATCHED:
+                answer.close_after()  # an odd target (CONNECT's too): what follows may not be a request
             _refuse(answer, story, error)
         except ConnectionError:
             answer.close_after()  # the client left while sending its body
@@ -207,10 +238,21 @@ class PublicListener(Generic[P]):
             answer.close_after()
             raise RouterError("draining", "this router is shutting down", retry_after_s=1)
         body = await self._read_body(request, answer)
-        kept = forwardable(request.raw_headers, keys, forward_authorization=self._options.forward_authorization)
-        raw_target = target.encode("utf-8", "surrogateescape")
-        incoming = Incoming(route, raw_target, request.headers, kept, body, answer.request_id)
-        await self._forwarder.forward(incoming, answer, story)
+        try:
+            kept = forwardable(request.raw_headers, keys, forward_authorization=self._options.forward_authorization)
+            raw_target = target.encode("utf-8", "surrogateescape")
+            priority = self._priority(request) if self._options.priority_header is not None else 0
+            incoming = Incoming(route, raw_target, request.headers, kept, body, answer.request_id, priority)
+            await self._forwarder.forward(incoming, answer, story)
+        finally:
+            self._bodies.give(len(body))
+
+    def _priority(self, request: web.BaseRequest) -> int:
+        """What the trusted field says; 0 for no integer."""
+        try:
+            return int(request.headers.get(self._options.priority_header or "", "0")[:10])
+        except ValueError:
+            return 0
 
     async def _answer_own(self, route: str, answer: Answer, story: Story) -> None:
         status, content_type = 200, b"application/json"
@@ -229,24 +271,30 @@ class PublicListener(Generic[P]):
         story.status, story.outcome = status, Outcome.OK
 
     async def _read_body(self, request: web.BaseRequest, answer: Answer) -> bytes:
-        """The whole body, as sent (compressed stays compressed). Raises RouterError, ConnectionError."""
+        """The whole body, as sent (compressed stays compressed), taken from `_bodies`: the caller gives it back.
+
+        Raises RouterError, ConnectionError.
+        """
         expect = request.headers.get("Expect")
         if expect is not None and expect.strip().lower() != "100-continue":
             raise RouterError("expectation_failed", "the only expectation that can be met is 100-continue")
         limit = self._options.max_body_bytes
         stated = request.headers.get("Content-Length")
-        if stated is not None and int(stated) > limit:
+        if stated is None:
+            self._check_coding(request, answer)
+        elif int(stated) > limit:
             answer.close_after()
             raise _too_large(limit)
         content = request.content
         try:
             if content.is_eof():
                 body = content.read_nowait()
+                self._bodies.take(len(body))
             else:
                 if expect is not None and request.transport is not None:
                     request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 async with asyncio.timeout(self._options.body_s):
-                    body = await _collect(content, limit)
+                    body = await _collect(content, limit, self._bodies)
         except TimeoutError:
             answer.close_after()
             text = f"the body did not arrive within {self._options.body_s:g} s"
@@ -258,8 +306,20 @@ class PublicListener(Generic[P]):
             answer.close_after()
             raise
         if len(body) > limit:
+            self._bodies.give(len(body))
             raise _too_large(limit)
         return body
+
+    def _check_coding(self, request: web.BaseRequest, answer: Answer) -> None:
+        """Only `chunked` is undone here: a body gzipped for its transfer would reach the worker as if it were plain."""
+        coding = request.headers.get("Transfer-Encoding")
+        if coding is not None and coding.strip().lower() != "chunked":
+            answer.close_after()
+            raise RouterError("bad_request", "the only transfer coding that is taken is chunked")
+
+    def _refused_by_parser(self, error: RouterError) -> None:
+        outcome = Outcome.REJECTED if error.status < 500 else Outcome.UPSTREAM_ERROR
+        self._report(RequestRecord("", "-", UNMATCHED, outcome, error.status, error.code, None, 0, 0.0, None, None))
 
     def _report(self, record: RequestRecord) -> None:
         try:
@@ -282,17 +342,43 @@ class PublicListener(Generic[P]):
             duration_s=self._loop.time() - started,
             ttft_s=None if story.first_byte_at is None else story.first_byte_at - started,
             usage=story.usage,
+            queued_s=story.queued_s,
         )
 
 
-async def _collect(content: Any, limit: int) -> bytes:
+class _Budget:
+    """Bytes of request bodies held at a time. A body counts as it arrives: one merely announced costs nothing."""
+
+    __slots__ = ("_limit", "held")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held = 0
+
+    def take(self, count: int) -> None:
+        """Raises RouterError("overloaded"), taking nothing."""
+        if self.held + count > self._limit:
+            raise RouterError("overloaded", "too many large requests at a time; try again soon", retry_after_s=1)
+        self.held += count
+
+    def give(self, count: int) -> None:
+        self.held -= count
+
+
+async def _collect(content: Any, limit: int, budget: _Budget) -> bytes:
+    """What was taken from `budget` is given back when this raises."""
     pieces: list[bytes] = []
     held = 0
-    while piece := await content.readany():
-        held += len(piece)
-        if held > limit:
-            raise _too_large(limit)
-        pieces.append(piece)
+    try:
+        while piece := await content.readany():
+            budget.take(len(piece))
+            held += len(piece)
+            if held > limit:
+                raise _too_large(limit)
+            pieces.append(piece)
+    except BaseException:
+        budget.give(held)
+        raise
     return b"".join(pieces)
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.contract.url import diallable_host
 from router.proxy.connection import (
     Connection,
     Sink,
@@ -175,6 +176,11 @@ class UpstreamClient:
         except (OSError, UnicodeError) as error:
             raise UpstreamConnectError(f"no connection to {origin.text}: {_reason(error)}") from error
         self._all.add(connection)
+        try:
+            diallable_host(connection.peer)
+        except ValueError as error:  # a name that resolves there (case 102); nothing was sent
+            connection.abort()
+            raise UpstreamConnectError(f"{origin.text} is not connected to: {error}") from None
         if not connection.open:
             self._all.discard(connection)
             raise UpstreamConnectError(f"no connection to {origin.text}: closed at once")

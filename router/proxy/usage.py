@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -10,9 +10,11 @@ from router.proxy.plan import Usage
 
 _JSON_CAP_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
+_HEAD_BYTES = 8 << 10
 _DONE = b"[DONE]"
-_NO_SENTINEL = frozenset({"/v1/responses", "/v1/messages"})
-"""Event streams that do not end with `data: [DONE]` by their own definition."""
+_MESSAGES = "/v1/messages"
+_NO_SENTINEL = "/v1/responses"
+"""Its event streams do not end with a mark of their own in every engine."""
 
 T = TypeVar("T")
 
@@ -67,10 +69,40 @@ class _OpenAi(msgspec.Struct):
 class _Native(msgspec.Struct):
     meta_info: _Meta | None = None
     index: int | None = None
+    """Which prompt of a batch a stream's event is about."""
 
     def found(self) -> Usage | None:
-        # Streams of a batch interleave their prompts and the tail holds only some: no figure beats a wrong one.
-        return self.meta_info.usage() if self.meta_info and self.index is None else None
+        return self.meta_info.usage() if self.meta_info else None
+
+
+class _MessagesUsage(msgspec.Struct):
+    """Anthropic's `usage`: input_tokens are those not read from the cache, and an engine leaves zeros out."""
+
+    input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    output_tokens: int | None = None
+
+    def usage(self) -> Usage:
+        prompt = self.input_tokens
+        if prompt is not None:
+            prompt += (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        return Usage(prompt, self.cache_read_input_tokens, self.output_tokens)
+
+
+class _Message(msgspec.Struct):
+    usage: _MessagesUsage | None = None
+
+
+class _MessagesEvent(msgspec.Struct):
+    """A whole answer, `message_start` (usage inside `message`) or `message_delta`."""
+
+    usage: _MessagesUsage | None = None
+    message: _Message | None = None
+
+    def found(self) -> Usage | None:
+        fields = self.usage or (self.message.usage if self.message else None)
+        return fields.usage() if fields else None
 
 
 class _Decode(Generic[T]):
@@ -88,22 +120,28 @@ class _Decode(Generic[T]):
 
 _openai = _Decode(_OpenAi)
 _native = _Decode(_Native)
+_messages = _Decode(_MessagesEvent)
 _native_batch = _Decode(list[_Native])
 
 
 class UsageTap:
-    """Fed with every piece of one answer's body; keeps at most 1 MiB of a JSON answer, 128 KiB of an event stream.
+    """Fed with every piece of one answer's body; keeps at most 1 MiB of a JSON answer, 136 KiB of an event stream.
 
-    `content_type` and `content_encoding` are the answer's lower-case field values. Anthropic's /v1/messages counts
-    tokens differently and is not read.
+    `content_type` and `content_encoding` are the answer's lower-case field values.
     """
 
     def __init__(self, route: str, content_type: bytes, content_encoding: bytes) -> None:
         self._native = route == "/generate"
         plain = content_encoding in (b"", b"identity")
         self._stream = plain and content_type.startswith(b"text/event-stream")
-        self._keep = plain and (self._stream or b"json" in content_type) and route != "/v1/messages"
-        self._expects_done = self._stream and route not in _NO_SENTINEL
+        self._keep = plain and (self._stream or b"json" in content_type)
+        self._marks = (b"message_stop", _DONE) if route == _MESSAGES else (_DONE,)
+        self._expects_mark = self._stream and route != _NO_SENTINEL
+        self._of_messages = route == _MESSAGES
+        self._head = b""
+        """The first bytes of a stream of /v1/messages, once they are no longer among the pieces."""
+        self._batch: dict[int, Usage] = {}
+        """The last figures of each prompt of a streamed batch, as far as they are no longer among the pieces."""
         self._pieces: list[bytes] = []
         self._held_bytes = 0
 
@@ -114,18 +152,34 @@ class UsageTap:
         self._held_bytes += len(data)
         if self._stream:
             if self._held_bytes > 2 * _TAIL_BYTES:
-                self._replace(b"".join(self._pieces)[-_TAIL_BYTES:])
+                self._shorten()
         elif self._held_bytes > _JSON_CAP_BYTES:
             self._keep = False
             self._replace(b"")
+
+    def _shorten(self) -> None:
+        held = b"".join(self._pieces)
+        if self._of_messages and not self._head:
+            self._head = held[:_HEAD_BYTES]
+        cut = len(held) - _TAIL_BYTES
+        if self._native and b'"index"' in held:
+            cut = held.rfind(b"\n", 0, cut) + 1 or cut  # between two events
+            self._read_batch(held[:cut])
+        self._replace(held[cut:])
+
+    def _read_batch(self, events: bytes) -> None:
+        for line in events.split(b"\n"):
+            event = _native(line[5:]) if line.startswith(b"data:") else None
+            if event is not None and event.index is not None and event.meta_info is not None:
+                self._batch[event.index] = event.meta_info.usage()
 
     def _replace(self, data: bytes) -> None:
         self._pieces = [data]
         self._held_bytes = len(data)
 
     def broke_off(self) -> bool:
-        """The stream ended without the `[DONE]` that its route promises (case 68)."""
-        return self._expects_done and _DONE not in self._last_bytes(len(_DONE) + 26)
+        """The stream ended without the mark that its route promises, such as `[DONE]` (case 68)."""
+        return self._expects_mark and not any(mark in self._last_bytes(48) for mark in self._marks)
 
     def names_error(self) -> bool:
         """The engine itself said in the stream's last events that it failed."""
@@ -148,34 +202,64 @@ class UsageTap:
 
     def _from_json(self, held: bytes) -> Usage | None:
         if not self._native:
-            answer = _openai(held)
+            answer = (_messages if self._of_messages else _openai)(held)
             return answer.found() if answer else None
         if held.lstrip()[:1] != b"[":
             single = _native(held)
             return single.found() if single else None
         batch = _native_batch(held)
-        metas = [item.meta_info for item in batch or () if item.meta_info]
-        if not metas:
-            return None
-        return Usage(
-            _sum([meta.prompt_tokens for meta in metas]),
-            _sum([meta.cached_tokens for meta in metas]),
-            _sum([meta.completion_tokens for meta in metas]),
-        )
+        return _total([item.meta_info.usage() for item in batch or () if item.meta_info])
 
     def _from_stream(self, held: bytes) -> Usage | None:
-        needle = b'"meta_info"' if self._native else b'"usage"'
-        end = len(held)
-        while (at := held.rfind(needle, 0, end)) >= 0:
-            line_start = held.rfind(b"\n", 0, at) + 1
-            line_end = held.find(b"\n", at)
-            line = held[line_start : line_end if line_end >= 0 else len(held)]
-            if line.startswith(b"data:"):
-                event = (_native if self._native else _openai)(line[5:])
-                if event is not None and (usage := event.found()) is not None:
-                    return usage
-            end = line_start
+        if self._native:
+            last = _last(held, b'"meta_info"', _native)
+            if last is None or last.index is None:
+                return last.found() if last else None
+            self._read_batch(held)
+            return _total(list(self._batch.values()))
+        if not self._of_messages:
+            event = _last(held, b'"usage"', _openai)
+            return event.found() if event else None
+        begun = _last(self._head or held[:_HEAD_BYTES], b'"message_start"', _messages)
+        ended = _last(held, b'"message_delta"', _messages)
+        start = begun.found() if begun else None
+        end = ended.found() if ended else None
+        if start is None:
+            return end
+        return Usage(start.prompt_tokens, start.cached_tokens, end.completion_tokens if end else None)
+
+
+class _Event(Protocol):
+    def found(self) -> Usage | None: ...
+
+
+E = TypeVar("E", bound=_Event)
+
+
+def _last(held: bytes, needle: bytes, decode: _Decode[E]) -> E | None:
+    """The last event with `needle` in it that reports usage."""
+    end = len(held)
+    while (at := held.rfind(needle, 0, end)) >= 0:
+        line_start = held.rfind(b"\n", 0, at) + 1
+        line_end = held.find(b"\n", at)
+        line = held[line_start : line_end if line_end >= 0 else len(held)]
+        if line.startswith(b"data:"):
+            event = decode(line[5:])
+            if event is not None and event.found() is not None:
+                return event
+        end = line_start
+    return None
+
+
+def _total(parts: list[Usage]) -> Usage | None:
+    """Over the prompts of a batch."""
+    if not parts:
         return None
+    return Usage(
+        _sum([part.prompt_tokens for part in parts]),
+        _sum([part.cached_tokens for part in parts]),
+        _sum([part.completion_tokens for part in parts]),
+    )
 
 
 def _sum(values: list[int | None]) -> int | None:

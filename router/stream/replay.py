@@ -8,7 +8,7 @@ first hole, and given up after a bounded number of answers that brought nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -50,6 +50,8 @@ class StreamLimits:
     replay_cooldown_s: float = 5.0
     """After a replay socket that never answered, holes are given up at once for this long."""
     unreachable_after_s: float = 5.0
+    duplicate_calm_s: float = 3.0
+    """Of two publishers, one is taken to be gone when only the other was heard for this long."""
 
 
 Purpose = Literal["join", "gap", "reconnect"]
@@ -79,3 +81,14 @@ class Recovery:
 
     def deadline_s(self, limits: StreamLimits) -> float:
         return min(self.heard_s + limits.replay_quiet_s, self.began_s + limits.replay_total_s)
+
+
+def behind_last_hole(seqs: Iterable[int]) -> int:
+    """Where the last run of consecutive numbers begins. Raises IndexError when there are none."""
+    waiting = sorted(seqs)
+    return next((b for a, b in zip(waiting[-2::-1], waiting[:0:-1], strict=True) if a + 1 != b), waiting[0])
+
+
+def numbers(first: int, end: int) -> str:
+    """The batches `first` to `end` - 1, in words."""
+    return f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"

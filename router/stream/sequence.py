@@ -7,6 +7,7 @@ what happened (messages, connection changes, replay answers, time) and yields ac
     replaying    joined or reconnected, earlier batches asked for; live ones wait in order
     gapped       a hole was seen and is being asked for; live batches wait in order
     live         every number so far was had, or what was lost has been paid for by a reset
+    duplicated   two publishers speak here at once: nothing is applied until one of them is gone
     unreachable  nothing accepts connections at the endpoint
 """
 
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import xxhash
 
 from router.stream.actions import (
     Action,
@@ -30,15 +29,17 @@ from router.stream.actions import (
     Restarted,
     StateChanged,
 )
-from router.stream.replay import END_SEQ, Purpose, Recovery, StreamLimits
+from router.stream.interleave import Interleaving
+from router.stream.recent import RecentBatches
+from router.stream.replay import END_SEQ, Purpose, Recovery, StreamLimits, behind_last_hole, numbers
 
 FIRST_SEQS = (0, 1)
 """A stream heard from here is heard whole: 0 is the clear of cache construction, sent before anyone can subscribe.
 
 (On SGLang. vLLM's 0 can be a store: where there is a replay socket, 1 still waits for it.)
 """
-RECENT = 64
-"""Applied batches whose digests are kept, to tell a re-delivered batch from another process's (cases 18, 23)."""
+LATE = 8
+"""Of the numbers missing before a batch, so many may still come: they were overtaken, and are no sign of a restart."""
 
 
 class SequenceTracker:
@@ -63,7 +64,8 @@ class SequenceTracker:
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
         self._held_live_from: int | None = None
-        self._recent: list[tuple[int, int]] = [(-1, 0)] * RECENT
+        self._given_up = range(0)
+        self._recent = RecentBatches()
         self._connected = False
         self._down_since_s = now_s
         self._trouble = ""
@@ -71,7 +73,9 @@ class SequenceTracker:
         self._unproven = False  # reconnected, and no replay has shown since that the process is the same
         self._recovery: Recovery | None = None
         self._asks = 0
-        self._replay_barred_until_s = self._went_back_s = -math.inf
+        self._replay_barred_until_s = -math.inf
+        self._turns = Interleaving()
+        self._duplicated = False
         self._live_reason = "connected, no batch yet"
         self._out: list[Action] = []
 
@@ -82,6 +86,8 @@ class SequenceTracker:
         if self._connected:
             self._drop_connection()
         self._connected = True
+        self._duplicated = False
+        self._turns.reconnected()
         self._doubt = self._unproven = self._next is not None
         if self._can_ask(now_s):
             self._recover("reconnect" if self._doubt else "join", now_s)
@@ -92,7 +98,7 @@ class SequenceTracker:
         """The connection is gone, or an attempt failed in a way worth naming."""
         if self._connected:
             self._drop_connection()
-            self._connected = False
+            self._connected = self._duplicated = False
             self._down_since_s = now_s
         self._trouble = f" (last: {why})"
         if self.state != "unreachable":
@@ -106,7 +112,7 @@ class SequenceTracker:
             return (self._take(seq, payload),)
         if seq == END_SEQ:
             self._ended()
-        elif self._connected:
+        elif self._connected and (not self._duplicated or self._one_is_left(seq, now_s)):
             self._live_out_of_line(seq, payload, now_s)
         # else: read late from a lost connection, and not in line. It will be found missing after the reconnect.
         return self._flush()
@@ -165,12 +171,22 @@ class SequenceTracker:
             if self._same(seq, payload):
                 self._out.append(Rejected("duplicate"))
                 return
+            if seq in self._given_up:
+                self._out.append(Rejected("late"))
+                return
+            if self._fills_hole(seq):
+                self._hold(seq, payload)
+                return
+            if self._turned(seq, self._last_live, now_s):
+                return
             self._start_over(f"the sequence went back from {self._last_live} to {seq}: the engine restarted")
-            # Two publishers behind one endpoint go back at every other message: do not have each replay it all.
-            if now_s - self._went_back_s < self._limits.replay_cooldown_s:
-                self._replay_barred_until_s = now_s + self._limits.replay_cooldown_s
-            self._went_back_s = now_s
+        elif self._last_live is not None and seq != self._last_live + 1 and self._turns.continues_another(seq):
+            if self._turned(seq, self._last_live, now_s):
+                return
+            self._start_over(f"the sequence went from {self._last_live} to {seq}, back to an earlier publisher's")
         elif self._same(seq, payload) is False:
+            if self._contradicted(seq, now_s):
+                return
             self._start_over(f"batch {seq} is not the one that replay gave: the engine restarted")
         self._last_live = seq
         if self._next is not None and seq < self._next:
@@ -187,12 +203,45 @@ class SequenceTracker:
         if self._recovery is None and self._held and self._next not in self._held:
             self._hole(now_s)
 
+    def _fills_hole(self, seq: int) -> bool:
+        """A batch that is being asked for, late. (Of another process it would not be what replay says.)"""
+        if self._recovery is None or self._recovery.purpose != "gap" or self._next is None:
+            return False
+        end = min(self._held, default=0)
+        return max(self._next, end - LATE) <= seq < end
+
+    def _turned(self, seq: int, last: int, now_s: float) -> bool:
+        """Takes note of a turn that one publisher does not take. True: there are two, and neither is believed."""
+        if self._turns.turned(seq, last):
+            self._distrust_both(seq, f"their numbers interleave ({seq} after {last})", now_s)
+        return self._duplicated
+
+    def _contradicted(self, seq: int, now_s: float) -> bool:
+        """Replay and the live stream had different batches under one number. True: that happens again and again."""
+        if self._turns.contradicted(now_s):
+            self._distrust_both(seq, f"replay answers for another one than the live stream's (batch {seq})", now_s)
+        return self._duplicated
+
+    def _distrust_both(self, seq: int, what: str, now_s: float) -> None:
+        self._start_over(f"two publishers behind one endpoint: {what}")
+        self._duplicated = True
+        self._turns.watch(seq, now_s)
+        self._be(
+            "duplicated",
+            f"two publishers speak for {self._endpoint}: {what}. Give every rank event and replay ports of its own, on "
+            "an engine where one process a rank publishes (SGLang before the context-parallel fix ran one per CP rank)",
+        )
+
+    def _one_is_left(self, seq: int, now_s: float) -> bool:
+        if self._turns.calm(seq, now_s, self._limits.duplicate_calm_s):
+            self._duplicated = False
+        return not self._duplicated
+
     def _same(self, seq: int, payload: bytes) -> bool | None:
         """Is this the batch had under that number? None: no such batch is remembered."""
         if seq in self._held:
             return self._held[seq] == payload
-        recent_seq, digest = self._recent[seq % RECENT]
-        return digest == xxhash.xxh3_64_intdigest(payload) if recent_seq == seq else None
+        return self._recent.same(seq, payload)
 
     def _hold(self, seq: int, payload: bytes) -> None:
         if seq in self._held:
@@ -208,6 +257,7 @@ class SequenceTracker:
         return payload
 
     def _ended(self) -> None:
+        self._duplicated = False
         self._start_over("the publisher ended its stream")
         self._live_reason = "a new publisher's first batch has not come yet"
         self._be("connecting", "the publisher ended its stream; waiting for a new one")
@@ -225,7 +275,7 @@ class SequenceTracker:
         self._recovery = recovery = Recovery(purpose, now_s)
         if purpose == "gap":
             self._out.append(Gap())
-            self._be("gapped", f"{_numbers(self._next or 0, min(self._held))} never came; asked replay")
+            self._be("gapped", f"{numbers(self._next or 0, min(self._held))} never came; asked replay")
         elif purpose == "join":
             self._be("replaying", "asked replay for every batch from 0")
         else:
@@ -246,6 +296,8 @@ class SequenceTracker:
         if self._next is None:
             self._anchor(min(seq, min(self._held, default=seq)))
         if seq in self._held and not self._same(seq, payload):
+            if self._contradicted(seq, now_s):
+                return
             self._restarted_while_asking(f"replay's batch {seq} is not the live one", now_s)
         elif seq == self._next:
             recovery.progressed = True
@@ -322,9 +374,8 @@ class SequenceTracker:
         if self._next in self._held:  # a limit was hit, not a hole
             self._doubt = False
             return
-        waiting = sorted(self._held)
-        target = next((b for a, b in zip(waiting[-2::-1], waiting[:0:-1], strict=True) if a + 1 != b), waiting[0])
-        dropped = [seq for seq in waiting if seq < target]
+        target = behind_last_hole(self._held)
+        dropped = [seq for seq in self._held if seq < target]
         for seq in dropped:
             self._release(seq)
         if self._next is None:
@@ -336,19 +387,20 @@ class SequenceTracker:
         before = self._next or 0
         if self._unproven:
             why += "; it may be another process by now"
-        reason = f"{_numbers(before, target)} lost ({why})" if target > before else why
+        reason = f"{numbers(before, target)} lost ({why})" if target > before else why
         if lost and (recovery is None or recovery.purpose != "gap"):  # else counted when it was asked for
             self._out.append(Gap())
         if lost:
             self._out.append(Lost(lost))
         self._forget(reason)
+        self._given_up = range(max(before, target - LATE), target)
         self._anchor(target)
         self._live_reason = f"{reason}; what was held before is void"
 
     # ---------------------------------------------------------------- small parts
 
     def _take(self, seq: int, payload: bytes) -> Apply:
-        self._recent[seq % RECENT] = (seq, xxhash.xxh3_64_intdigest(payload))
+        self._recent.add(seq, payload)
         self.last_seq = seq
         self._next = seq + 1
         return Apply(seq, payload)
@@ -368,7 +420,7 @@ class SequenceTracker:
         self._next = self.last_seq = None
         self._doubt = self._unproven = False
         self.history = "partial"
-        self._recent = [(-1, 0)] * RECENT
+        self._recent.forget()
 
     def _start_over(self, reason: str) -> None:
         """Another process's stream begins, with whatever comes next."""
@@ -378,6 +430,7 @@ class SequenceTracker:
             self._forget(reason)
         self._drop_held()
         self._last_live = None
+        self._given_up = range(0)
 
     def _drop_connection(self) -> None:
         """What waits for replay came over the lost connection; replay has it again, if the process is the same."""
@@ -405,7 +458,7 @@ class SequenceTracker:
     def _settle(self) -> None:
         if not self._held and self._recovery is None:
             self._held_live_from = None
-        if not self._connected or self._recovery is not None or self._held:
+        if not self._connected or self._recovery is not None or self._held or self._duplicated:
             return
         if self._doubt:
             self._be("connecting", "reconnected; the next batch shows whether the engine restarted meanwhile")
@@ -420,7 +473,3 @@ class SequenceTracker:
     def _flush(self) -> Sequence[Action]:
         out, self._out = self._out, []
         return out
-
-
-def _numbers(first: int, end: int) -> str:
-    return f"batch {first}" if end == first + 1 else f"batches {first} to {end - 1}"

@@ -15,7 +15,7 @@ class RankSink(Protocol):
         """Whatever this rank was believed to hold is void."""
 
     def state_changed(self, state: str, reason: str, history: str) -> None:
-        """State (connecting, replaying, live, gapped, unreachable), why in plain words, history (complete, partial)."""
+        """State (connecting, replaying, live, gapped, duplicated, unreachable), why, how far history goes back."""
 
     def gap(self) -> None:
         """A hole in the sequence was seen; once a hole, whether or not replay fills it."""
@@ -30,7 +30,7 @@ class RankSink(Protocol):
         """One replay effort is over: filled, partial, unfilled, timeout, empty or cancelled."""
 
     def rejected(self, why: str) -> None:
-        """A message was dropped whole: frames, seq, topic, duplicate or replay (a label value, not a sentence)."""
+        """A message was dropped whole: frames, seq, topic, duplicate, late or replay (label values, no sentences)."""
 
 
 class LoadSink(Protocol):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 32 << 20
 """A larger frame makes libzmq drop the connection for good before the frame is allocated (case 9)."""
 MAX_SOCKETS = 16_384
 """Per context: a rank has up to five (SUB, its monitor's two ends, DEALER, load SUB). libzmq's own default is 1,023."""

@@ -33,7 +33,11 @@ from router.stream.sink import RankSink
 from router.stream.sockets import LoopSocket
 from router.stream.subscription import Subscription
 
-RECEIVE_LIMIT = 10_000
+RECEIVE_LIMIT = 256
+"""Messages that libzmq queues for a rank. It counts messages, not bytes, so that this, times the largest frame, is all
+that bounds the memory. As fast as 10,000: what does not fit waits at the publisher, whose own queue is long."""
+REPLAY_LIMIT = 10_000
+"""Answers queued while a replay runs. A ROUTER drops what a slow reader leaves (engine contract, section 3)."""
 DRAIN_BATCHES = 16
 """Held batches applied between two looks at the clock."""
 
@@ -207,7 +211,7 @@ class _ReplayAsk:
         self._ask = ask
         self._pump = pump = running_pump()
         self._socket: LoopSocket | None = LoopSocket(
-            context, zmq.DEALER, endpoint, ipv6=ipv6, receive_limit=RECEIVE_LIMIT, wake=lambda: pump.wake(self)
+            context, zmq.DEALER, endpoint, ipv6=ipv6, receive_limit=REPLAY_LIMIT, wake=lambda: pump.wake(self)
         )
         self._socket.send(encode_request(start))
 

@@ -20,6 +20,9 @@ def test_result_has_the_promised_shape_and_is_printed() -> None:
         "remove_blocks_per_s",
         "lookup_us",
         "lookup_us_with_holes",
+        "first_lookup_us",
+        "clear_us",
+        "sweep_slice_ms",
         "bytes_per_block",
     } <= result.keys()
     assert result["blocks"] >= 16_384
@@ -27,6 +30,8 @@ def test_result_has_the_promised_shape_and_is_printed() -> None:
     for lookups in (result["lookup_us"], result["lookup_us_with_holes"]):
         assert list(lookups) == [str(blocks) for blocks in LOOKUP_BLOCKS]
         assert 0 < lookups["128"] < lookups["2048"]
+    assert result["first_lookup_us"] > 0
+    assert 0 < result["sweep_slice_ms"]["median"] <= result["sweep_slice_ms"]["worst"]
     assert result["ingest_events_per_s"] > 1000
     out = io.StringIO()
     print_table(result, Console(file=out, width=120))

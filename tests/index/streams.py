@@ -12,6 +12,7 @@ from router.contract.events import decode_batch
 from router.hashing import Namespace, creditable_blocks, pack_ids, prompt_keys, sglang_chain
 from router.index.ledger import RankLedger, WorkerScheme
 from router.index.prefix import PrefixIndex
+from router.index.vouch import Chains
 
 NOWHERE = Namespace()
 
@@ -23,7 +24,8 @@ class Worker:
         self.index = PrefixIndex()
         self.scheme = WorkerScheme(width, engine, bigram)
         self.slots = [self.index.open_slot() for _ in range(ranks)]
-        self.ledgers = [RankLedger(self.index, slot, self.scheme) for slot in self.slots]
+        self.chains = Chains(self.index.discard)
+        self.ledgers = [RankLedger(self.index, slot, self.scheme, self.chains) for slot in self.slots]
 
     def feed(self, *events: Any, rank: int = 0) -> None:
         self.ledgers[rank].apply(decode_batch(msgpack.packb([1.0, list(events), rank])))

@@ -6,6 +6,7 @@ import gc
 import random
 import resource
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from router.contract.events import Tier
 from router.index import prefix
 from router.index.prefix import Depths, PrefixIndex
+from router.index.runs import Run
 
 TIERS = st.sampled_from(Tier)
 # Few keys, spread over all shards and both signs, so that duplicates, holes and shared blocks are common.
 KEYS = [((n * 0x9E3779B97F4A7C15) % 2**64) - 2**63 for n in range(40)]
-KEY_LISTS = st.lists(st.sampled_from(KEYS), max_size=24)
+# A prompt's keys are a chain. Three of them that part after 5 and after 15 blocks, and one that shares nothing.
+CHAINS = [KEYS[:24], KEYS[:5] + KEYS[24:30], KEYS[:15] + KEYS[30:34], KEYS[34:]]
+PARTS = st.builds(
+    lambda chain, start, length, step: chain[start : start + length][::step],
+    st.sampled_from(CHAINS),
+    st.integers(0, 23),
+    st.integers(0, 24),
+    st.sampled_from([1, 1, 1, 2, -1]),
+)
+KEY_LISTS = PARTS | PARTS | st.lists(st.sampled_from(KEYS), max_size=24)
 Model = dict[int, dict[Tier, Counter[int]]]
 
 
@@ -37,6 +48,22 @@ def expected_match(model: Model, keys: list[int]) -> dict[int, Depths]:
         if any(depths):
             found[slot] = (depths[0], depths[1], depths[2], depths[3])
     return found
+
+
+def shards_of(index: PrefixIndex) -> Iterator[dict[int, Run]]:
+    for table in index._tables:
+        yield from table._shards
+
+
+def check_runs(index: PrefixIndex) -> None:
+    """Every key leads to the one run that lists it, every run is on the list that `sweep` goes through."""
+    for table in index._tables:
+        listed = [key for run in table._runs for key in run.keys]
+        led = {key: run for shard in table._shards for key, run in shard.items()}
+        assert len(listed) == len(led) == table.entries
+        assert all(key in led and led[key] is run for run in table._runs for key in run.keys)
+        assert all(run.mask for run in led.values())
+        assert sum(not run.keys for run in table._runs) == table._dead_runs
 
 
 class IndexAgainstModel(RuleBasedStateMachine):
@@ -57,10 +84,10 @@ class IndexAgainstModel(RuleBasedStateMachine):
             assert slot not in self.model
             self.model[slot] = {tier: Counter() for tier in Tier}
 
-    @rule(number=st.integers(0, 9), tier=TIERS, keys=KEY_LISTS)
-    def store(self, number: int, tier: Tier, keys: list[int]) -> None:
+    @rule(number=st.integers(0, 9), tier=TIERS, keys=KEY_LISTS, parent=st.none() | st.sampled_from(KEYS))
+    def store(self, number: int, tier: Tier, keys: list[int], parent: int | None) -> None:
         if (slot := self.pick(number)) is not None:
-            assert self.index.store(slot, tier, keys) == 0
+            assert self.index.store(slot, tier, keys, parent) == 0
             self.model[slot][tier].update(keys)
 
     @rule(number=st.integers(0, 9), tier=st.none() | TIERS, keys=KEY_LISTS)
@@ -90,7 +117,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def sweep(self, budget: int) -> None:
         self.index.sweep(budget)
 
-    @rule(keys=KEY_LISTS, limit=st.none() | st.integers(0, 24))
+    @rule(keys=st.sampled_from(CHAINS), limit=st.none() | st.integers(0, 24))
     def match(self, keys: list[int], limit: int | None) -> None:
         assert self.index.match(keys, limit) == expected_match(self.model, keys if limit is None else keys[:limit])
 
@@ -98,6 +125,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
     def counts_are_those_of_the_model(self) -> None:
         if not hasattr(self, "model"):
             return
+        check_runs(self.index)
         for slot, tiers in self.model.items():
             assert self.index.blocks(slot) == tuple(sum(1 for n in tiers[tier].values() if n) for tier in Tier)
             assert [key for key in KEYS if self.index.holds(slot, key)] == [
@@ -112,7 +140,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         while self.index.sweep(50):
             pass
         assert self.index.total_blocks == 0
-        assert not any(table for tables in self.index._tables for table in tables)
+        assert not any(shards_of(self.index))
         assert self.index._retired == self.index._live == 0
 
 
@@ -140,12 +168,6 @@ def test_long_chains_with_holes_are_matched_exactly(seed: int, slots: int, block
     assert index.match(chain) == expected_match(model, chain)
 
 
-def test_a_store_can_tell_its_own_mask_object() -> None:
-    """`store` counts by identity of a freshly made int: this interpreter must make one, from the first bit on."""
-    bit = 1 << prefix._FIRST_BIT
-    assert bit + 0 is not bit
-
-
 def test_a_duplicate_store_survives_the_first_removal() -> None:
     """Case 23."""
     index = PrefixIndex()
@@ -165,12 +187,12 @@ def test_removals_of_the_unknown_allocate_nothing() -> None:
     index = PrefixIndex()
     slot = index.open_slot()
     index.store(slot, Tier.GPU, [1])
-    sizes = [table.__sizeof__() for tables in index._tables for table in tables]
+    sizes = [shard.__sizeof__() for shard in shards_of(index)]
     rng = random.Random(1)
     for _ in range(100):
         index.remove(slot, None, [rng.getrandbits(64) - 2**63 for _ in range(10_000)])
     assert index.blocks(slot) == (1, 0, 0, 0)
-    assert [table.__sizeof__() for tables in index._tables for table in tables] == sizes
+    assert [shard.__sizeof__() for shard in shards_of(index)] == sizes
 
 
 def test_a_flood_of_clears_keeps_masks_short() -> None:
@@ -183,7 +205,7 @@ def test_a_flood_of_clears_keeps_masks_short() -> None:
         index.clear(slot)
     assert index.match([7]) == {other: (1, 1, 1, 1)}
     assert index.total_blocks == 20_000
-    assert max(mask for tables in index._tables for table in tables for mask in table.values()) < 2**16
+    assert max(run.mask for shard in shards_of(index) for run in shard.values()) < 2**16
 
 
 def test_large_clears_without_sweeps_stay_bounded() -> None:
@@ -192,7 +214,7 @@ def test_large_clears_without_sweeps_stay_bounded() -> None:
     for _ in range(prefix._MAX_RETIRED_BITS + 40):
         index.store(slot, Tier.GPU, list(range(prefix._SMALL_SLOT_BLOCKS + 1)))
         index.clear(slot)
-    assert index._bits_made <= prefix._FIRST_BIT + prefix._MAX_RETIRED_BITS + 3
+    assert index._bits_made <= prefix._MAX_RETIRED_BITS + 3
 
 
 def test_a_clear_concerns_one_slot_and_what_comes_after_it_stays() -> None:
@@ -264,7 +286,7 @@ def test_closing_slots_and_churn_give_memory_back() -> None:
             pass
     del keys
     assert index.total_blocks == 0
-    assert sum(table.__sizeof__() for tables in index._tables for table in tables) < 400_000
+    assert sum(shard.__sizeof__() for shard in shards_of(index)) < 400_000
     assert _resident_mb() - baseline < 12
     with pytest.raises(KeyError):
         index.store(slots[0], Tier.GPU, [1])

@@ -228,3 +228,61 @@ def test_one_content_hash_under_two_parents_is_never_followed() -> None:
     assert worker.counters.orphans == 1
     worker.feed(removed([hp]))
     assert worker.credit([*a, *page, 9]) == worker.credit([*b, *page, 9]) == 1
+
+
+def roots(worker: Worker, number: int, *, foreign: bool) -> None:
+    rng = random.Random(repr((number, foreign)))
+    for _ in range(number):
+        tokens = [rng.randrange(1000) for _ in range(4)]
+        worker.feed(other_store(tokens) if foreign else store(tokens, hashes_of(tokens)))
+
+
+def test_roots_that_keep_differing_after_the_proof_are_a_finding_until_they_agree_again() -> None:
+    """Design section 4: in the dynamo format extra_key is in the hash, so that its prompts silently earn nothing."""
+    worker = Worker()
+    worker.feed(store(CHAIN, HASHES))
+    roots(worker, 30, foreign=True)
+    (finding,) = worker.scheme.findings
+    assert (finding.kind, finding.advertised) == ("hash", "sglang-sha256")
+    assert "extra_key" in finding.advice
+    assert (worker.kind, worker.credit(PROMPT)) == ("sglang-sha256", 6), "the proven namespace keeps its credit"
+    roots(worker, 64 * 14, foreign=False)
+    assert worker.scheme.findings == ()
+
+
+def test_a_few_roots_of_other_namespaces_are_no_finding() -> None:
+    worker = Worker()
+    worker.feed(store(CHAIN, HASHES))
+    for _ in range(100):
+        roots(worker, 1, foreign=True)
+        roots(worker, 3, foreign=False)
+    assert worker.scheme.findings == ()
+
+
+def test_checking_goes_on_by_sample() -> None:
+    """One in 64 after the first few, and everything as long as the samples differ."""
+    worker = Worker()
+    roots(worker, 1, foreign=False)
+    roots(worker, 6 * 64, foreign=False)
+    assert worker.counters.foreign == 0
+    roots(worker, 64, foreign=True)
+    assert worker.counters.foreign == 1
+    roots(worker, 64 + 20, foreign=True)
+    assert 12 <= worker.counters.foreign <= 16, "and no further once that is said"
+    assert [finding.kind for finding in worker.scheme.findings] == ["hash"]
+
+
+@pytest.mark.parametrize("advertised", [True, False])
+def test_pairs_against_the_descriptor_are_a_finding(advertised: bool) -> None:
+    """Case 5: the stream decides, and what was advertised is named."""
+    worker = Worker(bigram=advertised)
+    tokens = list(range(13))
+    pairs = store([[a, b] for a, b in pairwise(tokens)], sglang_chain(bigrams(pack_ids(tokens)), 32))
+    plain = store(CHAIN, HASHES)
+    worker.feed(plain if advertised else pairs)
+    (finding,) = worker.scheme.findings
+    assert (finding.kind, worker.scheme.scheme.bigram) == ("hash", not advertised)
+    assert "speculative_algorithm" in finding.advice
+    agreeing = Worker(bigram=advertised)
+    agreeing.feed(pairs if advertised else plain)
+    assert agreeing.scheme.findings == ()

@@ -84,6 +84,25 @@ def test_prefill_speed_is_measured_from_cumulative_counters_and_nonsense_is_boun
     assert load.prefill_tokens_per_s <= 200_000
 
 
+def test_one_absurd_report_at_most_doubles_a_measured_speed() -> None:
+    """A rate that is too high is catastrophic: a full queue would look empty."""
+    load = RankLoad()
+    load.reported(Report(0.0, 0, 0, 0, (0, 0)))
+    load.reported(Report(1.0, 0, 0, 0, (10_000, 1_000_000)))
+    load.reported(Report(2.0, 0, 0, 0, (10**12, 1_000_001)))
+    assert load.prefill_tokens_per_s == pytest.approx(20_000)
+
+
+def test_speed_is_smoothed_over_tokens_and_small_prefills_add_up() -> None:
+    load = RankLoad()
+    load.reported(Report(0.0, 0, 0, 0, (0, 0)))
+    for step in range(1, 30):
+        load.reported(Report(float(step), 0, 0, 0, (100 * step, 10_000 * step)))
+    assert load.prefill_tokens_per_s == pytest.approx(10_000)
+    load.reported(Report(40.0, 0, 0, 0, (2_900 + 8_000, 290_000 + 1_600_000)))  # one long context, at 5,000 a second
+    assert load.prefill_tokens_per_s == pytest.approx(10_000, rel=0.05)
+
+
 def test_the_share_decays_with_its_time_constant() -> None:
     load = RankLoad()
     place(load, now_s=0.0, uncached=1000)

@@ -8,14 +8,20 @@ from hypothesis import strategies as st
 from router.policy.predicted import PredictedBlocks
 
 
+def depth(predicted: PredictedBlocks, slot: int, keys: list[int], confirmed: int = 0) -> int:
+    longer = dict(predicted.extend(keys, {slot: (0, confirmed)} if confirmed else {}))
+    return longer.get(slot, confirmed)
+
+
 def test_a_prediction_extends_the_confirmed_prefix_until_its_time_is_over() -> None:
     predicted = PredictedBlocks(ttl_s=10.0)
     predicted.add(3, [11, 12, 13], now_s=0.0)
-    assert predicted.depth(3, [11, 12, 13, 14], 0, 4) == 3
-    assert predicted.depth(3, [11, 12, 13, 14], 0, 2) == 2
-    assert predicted.depth(4, [11, 12], 0, 2) == 0
+    assert depth(predicted, 3, [11, 12, 13, 14]) == 3
+    assert depth(predicted, 3, [11, 12]) == 2
+    assert depth(predicted, 3, [10, 11, 12], confirmed=1) == 3, "a prediction goes on where events end"
+    assert depth(predicted, 4, [11, 12]) == 0
     predicted.expire(10.0)
-    assert predicted.depth(3, [11, 12, 13], 0, 3) == 0
+    assert depth(predicted, 3, [11, 12, 13]) == 0
     assert len(predicted) == 0
 
 
@@ -25,17 +31,17 @@ def test_a_failed_requests_blocks_are_dropped_at_once_but_not_its_siblings() -> 
     assert first is not None
     assert second is not None
     predicted.drop(first)
-    assert predicted.depth(0, [1, 2], 0, 2) == 1
+    assert depth(predicted, 0, [1, 2]) == 1
     predicted.drop(first)
-    assert predicted.depth(0, [1, 3], 0, 2) == 2
+    assert depth(predicted, 0, [1, 3]) == 2
 
 
 def test_the_oldest_prediction_goes_when_the_bound_is_reached() -> None:
     predicted = PredictedBlocks(ttl_s=10.0, max_blocks=4)
     predicted.add(0, [1, 2, 3], 0.0)
     predicted.add(0, [7, 8], 0.0)
-    assert predicted.depth(0, [1], 0, 1) == 0
-    assert predicted.depth(0, [7, 8], 0, 2) == 2
+    assert depth(predicted, 0, [1]) == 0
+    assert depth(predicted, 0, [7, 8]) == 2
     assert len(predicted) == 2
 
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.config.schema import TokenizerConfig
+from router.errors import RouterError
 from router.hashing import Namespace, pack_ids, token_count
 from router.prompt import source as module
 from router.prompt.body import parse_body
@@ -22,6 +23,7 @@ from router.prompt.forms import prompt_form
 from router.prompt.local import NoIds, local_ids
 from router.prompt.models import ModelFacts, ModelFiles, ModelSource, ModelStore
 from router.prompt.source import MAX_QUEUED, Prompt, PromptSource
+from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
 from tests.prompt.support import CHAT, COMPLETIONS, FACTS, GENERATE, TINY, body, chat, tiny, user
 
@@ -171,9 +173,9 @@ async def test_a_namespace_that_cannot_be_read_earns_no_credit(make: Make, field
         (chat(user("\ud800")), "cannot_encode"),
         (body(CHAT), "refused"),
         (parse_body(CHAT, b'{"messages":' + b"[" * 600 + b"]" * 600 + b"}"), "refused"),
-        (body(COMPLETIONS, prompt=[1, -5]), "odd_ids"),
         (body(COMPLETIONS, prompt=""), "empty"),
-        (body("/v1/responses", input="x"), "route"),
+        (body("/v1/embeddings", input="x"), "route"),
+        (body("/v1/responses", input="x", previous_response_id="r"), "unsupported_stored_response"),
     ],
 )
 async def test_what_cannot_be_reproduced_is_routed_by_load(make: Make, request_body: Any, reason: str) -> None:
@@ -347,3 +349,87 @@ def test_no_chat_body_raises_anything_but_no_ids(sent: list[Any], fields: dict[s
     facts = ModelFacts("vllm" if vllm else "sglang")
     with contextlib.suppress(NoIds):
         assert token_count(local_ids(request, prompt_form(request), tiny(), facts)) > 0
+
+
+@pytest.mark.parametrize(
+    "request_body",
+    [
+        body(COMPLETIONS, prompt=[1, 2, 4096]),
+        body(COMPLETIONS, prompt=[[1, 2], [3, 999_999]]),
+        body(GENERATE, input_ids=[2**40]),
+        body(GENERATE, input_ids=[-5]),
+        body(COMPLETIONS, prompt=[True, 1]),
+        chat(input_ids=[5, 2**32 - 1]),
+    ],
+)
+async def test_ids_outside_a_known_vocabulary_are_refused(make: Make, request_body: Any) -> None:
+    """case 48; one such id ends a CPU SGLang server (contract, section 5)."""
+    source = await ready(make())
+    with pytest.raises(RouterError) as refused:
+        await source.resolve(request_body, FACTS)
+    assert (refused.value.code, refused.value.status) == ("bad_token_ids", 400)
+    assert "4096" in refused.value.message or "4095" in refused.value.message
+
+
+async def test_ids_pass_where_the_vocabulary_is_not_known(make: Make) -> None:
+    """case 48: odd ids never raise on their own account; the worker answers."""
+    source = make(load=lambda source: ModelFiles(Gate().files().tokenizer, tiny().template))
+    await ready(source)
+    assert (await source.resolve(body(COMPLETIONS, prompt=[1, 2**31]), FACTS)).source == "given"
+    assert (await source.resolve(body(COMPLETIONS, prompt=[1, -5]), FACTS)).reason == "odd_ids"
+    assert (await source.resolve(body(COMPLETIONS, prompt=[True]), None)).reason == "odd_ids"
+    assert (await source.resolve(body(COMPLETIONS, prompt=[1, 4095]), FACTS)).ids == pack_ids([1, 4095])
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LONG_TEXT = "Look at this picture and say what you see in it please, word for word. " * 3
+
+
+async def test_the_text_before_the_first_picture_earns_credit_and_nothing_behind_it(make: Make) -> None:
+    """case 42: never equal credit for different images, never a download."""
+    source_text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{% if p.type == 'image_url' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+        "{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    files = ModelFiles(tiny().tokenizer, ChatTemplate(source_text, {}))
+    source = await ready(make(load=lambda source: files))
+    content = [{"type": "text", "text": LONG_TEXT}, PICTURE, {"type": "text", "text": "and this?"}, PICTURE]
+    prompt = await source.resolve(chat(user(content)), FACTS)
+    assert prompt.ids is not None
+    assert encode(f"<|im_start|>user\n{LONG_TEXT}").startswith(prompt.ids)
+    assert token_count(prompt.ids) > 0.8 * token_count(encode(LONG_TEXT))
+    assert (prompt.source, prompt.reason, prompt.forward_for, prompt.counted) == ("local", "media", None, None)
+    other = [content[0], {**PICTURE, "image_url": {"url": "http://other/"}}, {"type": "text", "text": "else"}]
+    assert (await source.resolve(chat(user(other)), FACTS)).ids == prompt.ids
+    assert (await source.resolve(chat(user([PICTURE, content[0]])), FACTS)).ids is None
+
+
+async def test_million_id_prompts_are_read_in_slices(make: Make) -> None:
+    """case 44"""
+    ids = [n % 4000 for n in range(300_000)]
+    source = await ready(make())
+    assert (await source.resolve(body(COMPLETIONS, prompt=ids), FACTS)).ids == pack_ids(ids)
+    odd = json.dumps({"prompt": ids}).replace("3999, 0", "3999, , 0", 1)[:-1] + "}"
+    with pytest.raises(RouterError):
+        parse_body(COMPLETIONS, odd.encode())
+    holed = body(COMPLETIONS, prompt=[*ids, 1.5])
+    with pytest.raises(RouterError, match="token ids are integers"):
+        await source.resolve(holed, FACTS)
+
+
+async def test_the_next_turn_is_made_of_what_earlier_turns_left(make: Make) -> None:
+    spent: dict[str, int] = {"reused": 0, "made": 0}
+
+    def count(result: str, tokens: int) -> None:
+        spent[result] += tokens
+
+    source = await ready(make(on_tokens=count))
+    talk = [user("one " * 200)]
+    first = await source.resolve(chat(*talk), FACTS)
+    assert spent["reused"] == 0
+    talk += [{"role": "assistant", "content": "two " * 200}, user("three")]
+    second = await source.resolve(chat(*talk), FACTS)
+    assert spent["reused"] >= 200
+    assert spent["reused"] + spent["made"] == first.tokens + second.tokens
+    assert second.ids == local_ids(chat(*talk), prompt_form(chat(*talk)), tiny(), FACTS)

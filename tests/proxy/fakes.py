@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from router.errors import RouterError
-from router.proxy.plan import Fault, Origin, Outcome, RequestRecord, Usage
+from router.proxy.plan import Fault, NoRoom, Origin, Outcome, RequestRecord, Usage
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
 from tests.support.http import HOST, ScriptedWorker
@@ -55,6 +55,8 @@ class FakeCore:
         self.route_headers: Sequence[tuple[bytes, bytes]] = ()
         self.is_ready = True
         self.planned: list[tuple[str, bytes]] = []
+        self.limit: int | None = None
+        """Placements in flight on each worker."""
 
     async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes:
         self.planned.append((route, body))
@@ -63,12 +65,18 @@ class FakeCore:
         return body
 
     def place(self, plan: bytes, tried: frozenset[str]) -> FakePlacement:
-        for url in self.urls:
-            if url.text not in tried:
+        left = [url for url in self.urls if url.text not in tried]
+        for url in left:
+            if self.limit is None or sum(p.url is url and not p.ends for p in self.placements) < self.limit:
                 placement = FakePlacement(url, plan, self.authorization, self.headers, self.route_headers)
                 self.placements.append(placement)
                 return placement
+        if left:
+            raise NoRoom()
         raise RouterError("no_worker", "no worker can take the request", retry_after_s=2)
+
+    def pool(self, plan: bytes) -> Hashable:
+        return plan
 
     def request_done(self, record: RequestRecord) -> None:
         self.records.append(record)

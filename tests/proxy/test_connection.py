@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.proxy.connection import Connection, UpstreamError, UpstreamProtocolError, UpstreamReset
@@ -90,6 +90,7 @@ sizes = st.lists(st.integers(1, 400), max_size=40)
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
+@settings(deadline=None)
 @given(sizes=sizes)
 def test_recorded_answers_come_out_whole_however_they_are_cut(name: str, sizes: list[int]) -> None:
     recording = RECORDINGS[name]
@@ -104,6 +105,7 @@ def test_recorded_answers_come_out_whole_however_they_are_cut(name: str, sizes: 
 
 
 @pytest.mark.parametrize("name", ["sgl_gen_stream", "vllm_err_too_long_stream"])
+@settings(deadline=None)
 @given(data=st.data())
 def test_a_truncated_answer_never_looks_complete(name: str, data: st.DataObject) -> None:
     raw = RECORDINGS[name].raw
@@ -112,6 +114,7 @@ def test_a_truncated_answer_never_looks_complete(name: str, data: st.DataObject)
         asyncio.run(feed(cut(raw[:end], data.draw(sizes))))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), sizes)
 def test_noise_raises_only_our_errors(noise: bytes, sizes: list[int]) -> None:
     for raw in (

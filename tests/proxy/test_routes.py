@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import RouterError
@@ -38,6 +38,7 @@ def test_targets_decide_by_their_normalised_path(target: str, route: str) -> Non
     assert route_of(target) == route
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_every_path_has_a_route_of_the_closed_set(noise: str) -> None:
     """Case 97."""

@@ -119,6 +119,40 @@ async def test_body_limit() -> None:
         assert [record.error for record in b.core.records if record.status == 413] == ["body_too_large"] * 2
 
 
+async def test_bodies_held_at_a_time_are_bounded() -> None:
+    """Case 78: in total, counted as they arrive, given back when the answer ended or the client left."""
+    options = ListenerOptions(port=0, max_body_bytes=1000, max_buffered_bytes=2500)
+    async with bench(options=options) as b:
+        step = asyncio.Semaphore(0)
+
+        async def script(seen: Seen, reply: Reply) -> None:
+            await step.acquire()
+            await reply.whole()
+
+        b.worker.script = script
+        clients = [await RawClient.to(b.port) for _ in range(2)]
+        for client in clients:
+            await client.send(post(body=b"x" * 1000))
+        await until(lambda: len(b.worker.requests) == 2, "both forwarded")
+        announced = await RawClient.to(b.port)
+        await announced.send(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n{")
+        await until(lambda: b.listener.buffered_bytes == 2001, "what is only announced is not counted")
+        for request in (post(body=b"x" * 600), CHUNKED + b"258\r\n%b\r\n0\r\n\r\n" % (b"x" * 600)):
+            refused = await fetch(b.port, request)
+            assert_error(refused, 503, "overloaded")
+            assert refused.one("retry-after") == "1"
+        announced.leave()
+        await until(lambda: b.listener.buffered_bytes == 2000, "given back by the one that left")
+        step.release()
+        step.release()
+        assert [(await client.answer()).status for client in clients] == [200, 200]
+        await until(lambda: b.listener.buffered_bytes == 0, "all given back")
+        step.release()
+        assert (await fetch(b.port, post(body=b"x" * 600))).status == 200
+        assert (await fetch(b.port, post(body=b"x" * 1001))).status == 413
+        assert b.listener.buffered_bytes == 0
+
+
 async def test_a_large_body_arrives_whole() -> None:
     """Case 78: a 10 MiB body."""
     async with bench() as b:
@@ -214,6 +248,10 @@ async def test_ambiguous_framing_is_refused_and_the_connection_ends(name: str) -
         assert_error(answer, 400, "bad_request")
         assert await client.at_end()
         assert b.worker.requests == []
+        # Cases 97 and 99: what the parser refuses is counted too, once. (The handler itself sees bad chunks.)
+        (record,) = b.core.records
+        assert (record.outcome, record.status, record.error) == (Outcome.REJECTED, 400, "bad_request")
+        assert record.route in (UNMATCHED, "/v1/completions")
 
 
 @pytest.mark.parametrize("target", ["/generate?q=\xff", "/gen\terate", "/generate?q=a b"])

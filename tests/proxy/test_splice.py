@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.proxy.splice import set_fields
@@ -15,6 +15,7 @@ names = st.sampled_from(["rank", "routed_dp_rank", "bootstrap_host"])
 objects = st.dictionaries(st.text() | names, values)
 
 
+@settings(deadline=None)
 @given(objects, st.dictionaries(names, values, max_size=3), st.booleans(), st.sampled_from([None, 1]))
 def test_the_result_reads_as_the_object_with_the_fields_set(
     body: dict[str, Any], fields: dict[str, Any], ascii_only: bool, indent: int | None
@@ -24,6 +25,7 @@ def test_the_result_reads_as_the_object_with_the_fields_set(
     assert json.loads(spliced) == {**body, **fields}
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(), values))
 def test_a_new_field_leaves_every_other_byte_as_it_was(body: dict[str, Any]) -> None:
     body.pop("rank", None)
@@ -72,6 +74,7 @@ def test_a_name_with_several_spellings_is_refused() -> None:
         set_fields(b"{}", {"é": b"7"})
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_no_body_raises_anything_but_value_error(noise: bytes) -> None:
     for body in (noise, b'{"r":' + noise, b'{"r":1,' + noise + b"}"):

@@ -298,3 +298,19 @@ async def test_a_redirect_is_an_answer_like_any_other(client: UpstreamClient, wo
     response = await send(client, worker)
     assert response.status == 302
     await finish(response)
+
+
+async def test_a_name_that_resolves_to_a_link_local_address_is_not_talked_to(
+    client: UpstreamClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 102: the URL's text was checked at registration; what a name resolves to is known only here."""
+
+    def refuses(host: str) -> str:
+        assert host == HOST
+        raise ValueError("host '169.254.169.254' is a link-local, multicast or metadata address")
+
+    monkeypatch.setattr("router.proxy.upstream.diallable_host", refuses)
+    with pytest.raises(UpstreamConnectError, match="link-local"):
+        await send(client, worker)
+    await until(lambda: worker.open == 0, "hung up")
+    assert worker.requests == []

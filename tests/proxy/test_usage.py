@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.proxy.plan import Usage
@@ -40,6 +40,7 @@ def cut(body: bytes, seed: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
+@settings(deadline=None)
 @given(seed=st.integers())
 def test_what_real_engines_reported_is_found_however_it_is_cut(name: str, seed: int) -> None:
     recording = RECORDINGS[name]
@@ -56,9 +57,42 @@ def test_a_batch_on_generate_is_summed() -> None:
     assert read("/generate", JSON, [json.dumps(metas).encode()]) == Usage(60, 32, 4)
 
 
-def test_a_streamed_batch_on_generate_says_nothing_rather_than_a_part() -> None:
-    event = b'data: {"meta_info":{"prompt_tokens":5,"cached_tokens":0},"index":1}\n\n'
-    assert read("/generate", SSE, [event]) is None
+@pytest.mark.parametrize("fillers", [1, 300])
+def test_a_streamed_batch_on_generate_is_summed_over_its_prompts(fillers: int) -> None:
+    """Events of the prompts interleave; the last of each counts, also when it went by long ago."""
+    body = b""
+    for n, at in [(1, 0), (1, 1), (2, 0), *[(9, 1)] * fillers]:
+        meta: dict[str, object] = {"prompt_tokens": 5 + at, "cached_tokens": at, "completion_tokens": n}
+        event = {"text": "x" * 1000, "meta_info": meta, "index": at}
+        body += b"data: %b\n\n" % json.dumps(event).encode()
+    assert read("/generate", SSE, cut(body + b"data: [DONE]\n\n", 7)) == Usage(11, 1, 11)
+
+
+MESSAGE_START: dict[str, object] = {
+    "type": "message_start",
+    "message": {"usage": {"input_tokens": 5, "cache_read_input_tokens": 32}},
+}
+MESSAGE_DELTA: dict[str, object] = {
+    "type": "message_delta",
+    "delta": {"stop_reason": "end_turn"},
+    "usage": {"output_tokens": 7},
+}
+
+
+@pytest.mark.parametrize("text_events", [3, 3000])
+def test_messages_report_cached_and_uncached_apart(text_events: int) -> None:
+    """Anthropic's input_tokens leave the cached ones out; a stream says them first and the output last."""
+    text: dict[str, object] = {"type": "content_block_delta", "delta": {"text": '"message_start" "usage" ' * 3}}
+    events: list[dict[str, object]] = [MESSAGE_START, *[text] * text_events, MESSAGE_DELTA, {"type": "message_stop"}]
+    tap = UsageTap("/v1/messages", SSE, b"")
+    for event in events:
+        assert tap.broke_off()
+        tap.feed(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode())
+        assert tap._held_bytes <= 130 << 10
+    assert not tap.broke_off()
+    assert tap.result() == Usage(37, 32, 7)
+    whole = {"type": "message", "usage": {"input_tokens": 5, "output_tokens": 2}}
+    assert read("/v1/messages", JSON, [json.dumps(whole).encode()]) == Usage(5, None, 2)
 
 
 def test_the_responses_api_names_tokens_otherwise() -> None:

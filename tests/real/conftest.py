@@ -11,25 +11,28 @@ import pytest
 
 from tests.support.process import free_ports, is_up, process, wait_until
 
-START_LIMIT_S = 240.0
+START_LIMIT_S = float(os.environ.get("KV_ROUTER_START_LIMIT_S", "240"))
 
 
-def _setting(name: str) -> str:
+def setting(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         pytest.skip(f"{name} is not set (tests/real/README.md)")
     return value
 
 
-def _scripts() -> Path:
+def scripts() -> Path:
     return Path(os.environ.get("KV_ROUTER_ENGINE_SCRIPTS", "../shared/engines")).resolve()
 
 
 @pytest.fixture(scope="session")
 def sglang_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two real SGLang servers: page 16 with one rank, page 64 with two data-parallel ranks."""
-    venv, model = _setting("KV_ROUTER_SGLANG_VENV"), _setting("KV_ROUTER_TINY_MODEL")
-    script, folder = str(_scripts() / "start_sglang_cpu.sh"), tmp_path_factory.mktemp("sglang")
+    if running := os.environ.get("KV_ROUTER_SGLANG_URLS"):
+        yield running.split(",")
+        return
+    venv, model = setting("KV_ROUTER_SGLANG_VENV"), setting("KV_ROUTER_TINY_MODEL")
+    script, folder = str(scripts() / "start_sglang_cpu.sh"), tmp_path_factory.mktemp("sglang")
     http, kv = free_ports(2), free_ports(60) + 2
     with ExitStack() as stack:
         stack.enter_context(process(["bash", script, venv, model, str(http), str(kv), "16"], folder / "one.log"))

@@ -41,7 +41,7 @@ class StreamMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.engine = Engine(0)
+        self.engine = self.new_engine(0)
         self.link = False
         self.queue: deque[Message] = deque()  # of the live socket, oldest first
         self.answers: deque[tuple[int, int, bytes]] = deque()  # (ask, seq, payload) on their way
@@ -49,6 +49,9 @@ class StreamMachine(RuleBasedStateMachine):
         self.applied: list[Message] = []
         self.delivered: Message | None = None
         self.told = ""
+
+    def new_engine(self, process: int) -> Engine:
+        return Engine(process)
 
     @initialize(replay=st.booleans())
     def begin(self, replay: bool) -> None:
@@ -98,7 +101,7 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(already=st.integers(0, 12))
     def restart(self, already: int) -> None:
         self.cut()
-        self.engine = Engine(self.engine.process + 1)
+        self.engine = self.new_engine(self.engine.process + 1)
         for _ in range(already):
             self.engine.publish()
 
@@ -115,6 +118,12 @@ class StreamMachine(RuleBasedStateMachine):
                 self.deliver()
             self.link = True
             self.took(self.tracker.connected(self.now_s))
+
+    @precondition(lambda self: len(self.queue) > 1)
+    @rule()
+    def reorder(self) -> None:
+        """No TCP connection does this; a relay that merges two might."""
+        self.queue[-1], self.queue[-2] = self.queue[-2], self.queue[-1]
 
     @precondition(lambda self: self.queue)
     @rule()
@@ -186,6 +195,7 @@ class StreamMachine(RuleBasedStateMachine):
         """The world behaves from here on: the rank must become live, and hold the newest batch."""
         if not hasattr(self, "tracker"):
             return
+        self.cut()
         for _ in range(4):
             self.connect()
             self.publish(1, True)

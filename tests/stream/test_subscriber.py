@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import zmq
 
 from router.contract.descriptor import RankEndpoints
 from router.stream.replay import END_SEQ, StreamLimits
-from router.stream.subscriber import RankStream
+from router.stream.subscriber import RECEIVE_LIMIT, RankStream
 from tests.captures import capture, names
 from tests.stream.conftest import Context, Follow
 from tests.stream.publisher import HOST, Publisher, Recorder, until
@@ -328,3 +329,27 @@ async def test_recorded_streams_arrive_byte_for_byte_live_and_by_replay(
             engine.publish(1, payload)
         await until(lambda: sink.run == batches and sink.state == "live", "every batch")
         assert (sink.history, sink.resets) == ("complete", [])
+
+
+async def test_what_waits_in_a_ranks_queue_is_bounded_and_the_rest_waits_at_the_publisher(
+    context: Context, follow: Follow
+) -> None:
+    """Case 31: a stalled loop must not collect gigabytes. 64 KiB a message; the kernel's buffers hold a few MB more."""
+    pub = context.socket(zmq.XPUB)
+    pub.setsockopt(zmq.LINGER, 0)
+    pub.setsockopt(zmq.SNDHWM, 1)
+    pub.setsockopt(zmq.XPUB_NODROP, 1)
+    pub.setsockopt(zmq.SNDTIMEO, 300)
+    port = pub.bind_to_random_port(f"tcp://{HOST}")
+    with pub:
+        async with follow(endpoints(port)) as sink:
+            await until(lambda: pub.poll(0), "a subscription")
+            pub.recv()
+            sent = 0
+            with suppress(zmq.Again):
+                while sent < 4000:  # the loop stands still meanwhile
+                    pub.send_multipart([b"", sent.to_bytes(8, "big"), bytes(64 << 10)])
+                    sent += 1
+            assert RECEIVE_LIMIT <= sent < RECEIVE_LIMIT + 400
+            await until(lambda: len(sink.run) == sent, "everything that was sent")
+            assert sink.counts["gap"] == 0

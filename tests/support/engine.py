@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,7 +17,8 @@ from aiohttp import web
 
 HOST = "127.0.0.1"
 END_SEQ = b"\xff" * 8
-_bases = itertools.count(20000 + (time.time_ns() // 1000) % 8000, 16)
+PORTS = range(20000, 32000, 16)
+_turns = itertools.count(time.time_ns() // 1000)
 
 
 async def eventually(predicate: Callable[[], Any], what: str, timeout_s: float = 8.0) -> Any:
@@ -30,10 +33,9 @@ async def eventually(predicate: Callable[[], Any], what: str, timeout_s: float =
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive loopback ports that are free now; never the same twice in this process."""
-    for base in _bases:
-        if base + count > 32000:
-            break
+    """The first of `count` consecutive loopback ports that are free now; the same again only after all others."""
+    for turn in itertools.islice(_turns, len(PORTS)):
+        base = PORTS[turn % len(PORTS)]
         sockets = []
         try:
             for port in range(base, base + count):
@@ -73,19 +75,28 @@ def _bound(publisher: zmq.Socket[bytes], endpoint: str) -> bool:
 
 
 class FakeEngine:
-    """`info` (the /server_info body), and `statuses`, `bodies` and `delays` (s) by path may be changed at any time."""
+    """`info` (the /server_info body), and `statuses`, `bodies` and `delays` (s) by path may be changed at any time.
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, dp_size: int = 1, block_size: int = 4) -> None:
+    With `replay`, a ROUTER a rank answers from the last `replay` batches of the present publisher process.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], *, dp_size: int = 1, block_size: int = 4, replay: int = 0
+    ) -> None:
         self.port = free_ports(1)
         self.url = f"http://{HOST}:{self.port}"
         self.kv_base = free_ports(dp_size)
         self.load_base = free_ports(dp_size)
+        self.replay_base = free_ports(dp_size)
+        self.buffers: list[deque[tuple[int, bytes]]] = [deque(maxlen=replay) for _ in range(dp_size)]
         self.dp_size = dp_size
         self.statuses: dict[str, int] = {"/get_server_info": 404, "/version": 404}
         self.bodies: dict[str, bytes] = {}
         self.delays: dict[str, float] = {}
         self.requests: list[tuple[str, str | None]] = []
         """(path, Authorization) of every request."""
+        self.headers: dict[str, Mapping[str, str]] = {}
+        """Of the last request by path; case-insensitive."""
         self.next_seq = [1] * dp_size
         self.info: dict[str, Any] = {
             "model_path": "/models/tiny",
@@ -104,6 +115,10 @@ class FakeEngine:
                 "dp_size": dp_size,
             },
         }
+        if replay:
+            self.info["kv_events"]["replay_endpoint_port_base"] = self.replay_base
+        self._replay = replay
+        self._replaying: dict[int, asyncio.Task[None]] = {}
         self._context = context
         self._publishers: dict[int, zmq.Socket[bytes]] = {}
         self._subscriptions: dict[int, bytearray] = {}
@@ -113,11 +128,15 @@ class FakeEngine:
         await self.start_http()
         for rank in range(self.dp_size):
             await self.open_publisher(rank)
+            if self._replay:
+                await self.open_replay(rank)
 
     async def stop(self) -> None:
         await self.stop_http()
         for rank in list(self._publishers):
             self.close_publisher(rank)
+        for rank in list(self._replaying):
+            await self.close_replay(rank)
 
     # ---- HTTP
 
@@ -139,6 +158,7 @@ class FakeEngine:
     async def _answer(self, request: web.Request) -> web.Response:
         path = request.path
         self.requests.append((path, request.headers.get("Authorization")))
+        self.headers[path] = request.headers
         if path in self.delays:
             await asyncio.sleep(self.delays[path])
         status = self.statuses.get(path, 200)
@@ -146,7 +166,8 @@ class FakeEngine:
         if body is None and path in ("/server_info", "/get_server_info"):
             body = msgspec.json.encode(self.info)
         headers = {"Location": "http://127.0.0.2:1/"} if 300 <= status < 400 else {}
-        return web.Response(status=status, body=body or b"", headers=headers)
+        content_type = "application/json" if body and body[:1] in b"{[" else None
+        return web.Response(status=status, body=body or b"", headers=headers, content_type=content_type)
 
     # ---- events
 
@@ -158,10 +179,39 @@ class FakeEngine:
         await eventually(lambda: _bound(publisher, endpoint), f"{endpoint} is free")
         self._publishers[rank], self._subscriptions[rank] = publisher, bytearray()
         if next_seq is not None:
-            self.next_seq[rank] = next_seq
+            self.restarted(rank, next_seq)
 
     def close_publisher(self, rank: int = 0) -> None:
         self._publishers.pop(rank).close(0)
+
+    def restarted(self, rank: int, next_seq: int) -> None:
+        """Another process numbers from here on; its replay buffer is empty."""
+        self.next_seq[rank] = next_seq
+        self.buffers[rank].clear()
+
+    async def open_replay(self, rank: int = 0) -> None:
+        router = self._context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.set_hwm(0)
+        endpoint = f"tcp://{HOST}:{self.replay_base + rank}"
+        await eventually(lambda: _bound(router, endpoint), f"{endpoint} is free")
+        self._replaying[rank] = asyncio.create_task(self._serve_replay(router, rank))
+
+    async def close_replay(self, rank: int = 0) -> None:
+        task = self._replaying.pop(rank)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _serve_replay(self, router: zmq.Socket[bytes], rank: int) -> None:
+        with router:
+            while True:
+                with suppress(zmq.Again):
+                    client, empty, start = router.recv_multipart(zmq.NOBLOCK)
+                    for seq, payload in self.buffers[rank]:
+                        if seq >= int.from_bytes(start, "big"):
+                            router.send_multipart([client, empty, seq.to_bytes(8, "big"), payload])
+                    router.send_multipart([client, empty, END_SEQ, b""])
+                await asyncio.sleep(0.005)
 
     def subscriptions(self, rank: int = 0) -> int:
         """Subscriptions minus unsubscriptions this publisher has seen since it was opened."""
@@ -182,13 +232,23 @@ class FakeEngine:
         """Returns once somebody is subscribed to this rank."""
         await eventually(lambda: self.subscriptions(rank) > 0, f"a subscription to rank {rank}")
 
-    def publish(self, *events: dict[str, Any], rank: int = 0, says_rank: int | None = None) -> None:
+    def publish(
+        self, *events: dict[str, Any], rank: int = 0, says_rank: int | None = None, dropped: bool = False
+    ) -> None:
         """One batch. `says_rank` is the rank it names, if not its own."""
         payload = msgspec.msgpack.encode([time.time(), list(events), rank if says_rank is None else says_rank])
-        self.publish_raw(payload, rank=rank)
+        self.publish_raw(payload, rank=rank, dropped=dropped)
 
-    def publish_raw(self, payload: bytes, rank: int = 0) -> None:
+    def publish_raw(self, payload: bytes, rank: int = 0, dropped: bool = False) -> None:
+        """`dropped`: numbered, kept for replay, and lost at the high-water mark."""
         seq = self.next_seq[rank]
         self.next_seq[rank] = seq + 1
-        topic = self.info["kv_events"]["topic"].encode()
+        self.buffers[rank].append((seq, payload))
+        if not dropped:
+            self.send(seq, payload, rank)
+
+    def send(self, seq: int, payload: bytes, rank: int = 0, topic: bytes | None = None) -> None:
+        """Exactly this message."""
+        if topic is None:
+            topic = self.info["kv_events"]["topic"].encode()
         self._publishers[rank].send_multipart([topic, seq.to_bytes(8, "big"), payload])

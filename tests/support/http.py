@@ -205,7 +205,7 @@ class RawClient:
         found = await self.head()
         length, coding = found.one("content-length"), found.one("transfer-encoding")
         assert length is None or coding is None, "both framings"
-        if head_only or found.status in (204, 304):
+        if head_only or found.status < 200 or found.status in (204, 304):
             return found
         try:
             if coding is not None:

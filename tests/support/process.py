@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,7 +84,8 @@ def process(command: list[str], log: Path, **environment: str) -> Iterator[subpr
 class RouterProcess:
     """A running `kv-router serve`: public port, admin port."""
 
-    def __init__(self, port: int, admin_port: int) -> None:
+    def __init__(self, port: int, admin_port: int, pid: int = 0) -> None:
+        self.pid = pid
         self.base = f"http://127.0.0.1:{port}"
         self.admin = f"http://127.0.0.1:{admin_port}"
 
@@ -106,19 +107,19 @@ class RouterProcess:
 
 
 @contextlib.contextmanager
-def router(folder: Path, workers: list[str], **settings: Any) -> Iterator[RouterProcess]:
-    """`kv-router serve` of this checkout over the given workers, up to its /health."""
+def router(folder: Path, workers: Sequence[str | dict[str, Any]], **settings: Any) -> Iterator[RouterProcess]:
+    """`kv-router serve` of this checkout over the given workers (URLs or entries of `workers`), up to its /health."""
     port = free_ports(2)
     config = {
         "listen": {"host": "127.0.0.1", "port": port},
         "admin": {"host": "127.0.0.1", "port": port + 1, "expose_routing_headers": True},
-        "workers": [{"url": url} for url in workers],
+        "workers": [{"url": one} if isinstance(one, str) else one for one in workers],
         **settings,
     }
     path = folder / "router.yaml"
     path.write_text(yaml.safe_dump(config))
     with process([sys.executable, "-m", "router", "serve", "--config", str(path)], folder / "router.log") as running:
-        made = RouterProcess(port, port + 1)
+        made = RouterProcess(port, port + 1, running.pid)
 
         def up() -> bool:
             assert running.poll() is None, (folder / "router.log").read_text()[-2000:]

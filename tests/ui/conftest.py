@@ -1,0 +1,3 @@
+from tests.e2e.conftest import context, fake_engine, start_router
+
+__all__ = ["context", "fake_engine", "start_router"]
