@@ -67,9 +67,7 @@ def _refuse_foreign_pages(request: web.Request) -> None:
 class Admin:
     """Handlers of the admin listener. `config` is replaced when SIGHUP re-reads it."""
 
-    def __init__(
-        self, config: Config, fleet: Fleet, core: RoutingCore, page: LivePage, fan_out: FanOutRoutes
-    ) -> None:
+    def __init__(self, config: Config, fleet: Fleet, core: RoutingCore, page: LivePage, fan_out: FanOutRoutes) -> None:
         self.config = config
         self._fleet = fleet
         self._core = core

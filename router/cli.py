@@ -64,7 +64,9 @@ def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--engines", type=int, default=4, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload's schedule")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
-    parser.add_argument("--hold", action="store_true", help="then keep the load running for the live page, until Ctrl-C")
+    parser.add_argument(
+        "--hold", action="store_true", help="then keep the load running for the live page, until Ctrl-C"
+    )
 
     def run(arguments: argparse.Namespace) -> int:
         from router.demo.run import demo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import random
@@ -272,6 +273,9 @@ def _policy(config: Config) -> Policy:
         decode_weight=settings.decode_weight,
         share_weight=settings.share_weight,
         share_tau_s=settings.share_tau_s,
+        attention_tokens=settings.attention_tokens,
+        age_rate_factor=settings.age_rate_factor,
+        same_speed=settings.same_speed,
         tier_weights=(0.0, 1 - settings.cpu_pinned_credit, 1 - settings.disk_credit, 1 - settings.external_credit),
     )
     return Policy(settings.name, weights, default_rate_tokens_per_s=settings.prefill_tokens_per_s, rng=random.Random())
@@ -324,6 +328,9 @@ async def _run(config: Config, reread: Callable[[], Config] | None) -> int:
     loop.add_signal_handler(signal.SIGINT, signalled, True)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     service = Service(config)
+    # What lives as long as the process need not be walked through again: the index's list of runs alone takes 10 ms at
+    # 2M blocks.
+    gc.freeze()
     try:
         await service.start()
     except ConfigError:

@@ -8,7 +8,15 @@ from router.config.schema import Config, DiscoveryConfig, DnsConfig, KvEventsCon
 from router.contract.url import diallable_host, parse_tcp_endpoint
 
 COMPARED_ONLY = ("forward_ids", "log_text")
-KV_ONLY = ("u_weight", "decode_weight", "share_weight", "share_tau_s")
+KV_ONLY = (
+    "u_weight",
+    "decode_weight",
+    "share_weight",
+    "share_tau_s",
+    "attention_tokens",
+    "age_rate_factor",
+    "same_speed",
+)
 _ANY_HOST = frozenset({"0.0.0.0", "::", "*"})
 
 

@@ -163,6 +163,9 @@ class PolicyConfig(Section, frozen=True):
     decode_weight: Annotated[float, Meta(ge=0, le=10)] = 0.03
     share_weight: Annotated[float, Meta(ge=0, le=10)] = 0.01
     share_tau_s: Annotated[float, Meta(ge=1, le=3600)] = 120.0
+    attention_tokens: Annotated[float, Meta(ge=100, le=1e12)] = 100_000.0
+    age_rate_factor: Annotated[float, Meta(ge=0, le=2)] = 0.5
+    same_speed: Annotated[float, Meta(ge=1, le=100)] = 1.5
     prediction_ttl_s: Annotated[float, Meta(ge=0, le=600)] = 10.0
     prefill_tokens_per_s: Annotated[float, Meta(ge=1, le=10_000_000)] = 8000.0
     cpu_pinned_credit: Share = 0.8

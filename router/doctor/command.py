@@ -24,8 +24,13 @@ def doctor(urls: Sequence[str], *, config: Path | None, seconds: float, probe: b
     settings = load_config(config, Overrides(workers=tuple(urls)))
     if not settings.workers:
         raise ConfigError("doctor: give at least one engine URL, or --config FILE with workers")
-    logging.getLogger("router").setLevel(logging.CRITICAL)  # the report says it better than the log
-    diagnoses = asyncio.run(examine(settings, seconds=seconds, probe=probe))
+    logger = logging.getLogger("router")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the report says it better than the log
+    try:
+        diagnoses = asyncio.run(examine(settings, seconds=seconds, probe=probe))
+    finally:
+        logger.setLevel(level)
     if as_json_text:
         print(json.dumps(as_json(diagnoses), indent=2))
     else:

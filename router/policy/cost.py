@@ -6,6 +6,9 @@ Q  uncached tokens queued ahead (RankLoad.queue_tokens)
 u  this prompt's uncached tokens there, times the attention factor: a token costs more after a long context
 n  own requests there past their first token: decodes slow a prefill down, by a little
 E  decayed sum of the uncached tokens sent there: keeps long-term shares even when nothing else differs
+
+Costs are compared in seconds: tokens over the rank's prefill speed, the fleet's median where speeds hardly differ.
+`kv-router bench replay` shows what each constant is worth on a trace.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ class CostWeights:
     """Context at which a token costs twice as much to prefill; the study's engine model."""
     age_rate_factor: float = 0.5
     """Share of the prefill speed used to turn a wait into tokens: too high is catastrophic, too low harmless."""
-    tier_weights: tuple[float, float, float, float] = (0.0, 0.1, 0.3, 0.5)
+    same_speed: float = 1.5
+    """Ranks whose measured speed is within this factor of the fleet's median count as equally fast: one machine's
+    measure moves with the context of its prompts (taken as it is, it costs 7 % of TTFT on the synthetic trace)."""
+    tier_weights: tuple[float, float, float, float] = (0.0, 0.2, 0.6, 0.7)
     """Work per cached token by tier (GPU, host, disk, external): loading back is cheaper than prefill, not free."""
 
 

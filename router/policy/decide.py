@@ -23,9 +23,6 @@ NO_CREDIT: Credit = (0, 0, 0, 0, 0)
 NO_SLOT = -1
 """`credit_slot` of a rank that may not earn credit: never a key of `credits`."""
 MEDIAN_EVERY_S = 1.0
-SAME_SPEED = 1.5
-"""Ranks whose measured speed is within this factor of the fleet's median count as equally fast: one machine's
-measure moves with the context of its prompts (taken as it is, it costs 7 % of TTFT on the synthetic trace)."""
 
 REASONS: dict[str, str] = {
     "only": "one candidate: nothing to choose",
@@ -165,7 +162,7 @@ class Policy:
         u_weight, decode_weight, share_weight = weights.u_weight, weights.decode_weight, weights.share_weight
         age_factor, tau_s = weights.age_rate_factor, weights.share_tau_s
         typical_rate = self._typical_rate(decision.targets, now_s)
-        slowest, fastest = typical_rate / SAME_SPEED, typical_rate * SAME_SPEED
+        slowest, fastest = typical_rate / weights.same_speed, typical_rate * weights.same_speed
         prompt_tokens = decision.prompt_tokens
         works: dict[int, float] = {}  # by identity: ranks that hold the same share one object, hashing it costs more
         exp = math.exp

@@ -174,14 +174,16 @@ class CachedPrompt:
         start, end = len(keys), len(self._ids) // size
         last = state
         digests: list[bytes] = []
+        fresh = array("q")
         while start + len(digests) < end:
             at = start + len(digests)
-            digests += chain_digests(scheme, last, self._ids[at * size : min(at + slice_blocks, end) * size])
-            last = digests[-1]
+            made = chain_digests(scheme, last, self._ids[at * size : min(at + slice_blocks, end) * size])
+            fresh.extend(digest_keys(scheme, made))
+            digests += made
+            last = made[-1]
             if start + len(digests) < end:
                 yield []
-        fresh = digest_keys(scheme, digests)
-        self._keep(key, known, state, start, array("q", fresh), digests)
+        self._keep(key, known, state, start, fresh, digests)
         keys.extend(fresh)
         yield keys.tolist()
 

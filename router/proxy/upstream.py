@@ -7,10 +7,12 @@ purpose: no redirects followed, no environment proxies, no cookies, no decompres
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from router.contract.url import diallable_host
 from router.proxy.connection import (
@@ -176,11 +178,12 @@ class UpstreamClient:
         except (OSError, UnicodeError) as error:
             raise UpstreamConnectError(f"no connection to {origin.text}: {_reason(error)}") from error
         self._all.add(connection)
-        try:
-            diallable_host(connection.peer)
-        except ValueError as error:  # a name that resolves there (case 102); nothing was sent
-            connection.abort()
-            raise UpstreamConnectError(f"{origin.text} is not connected to: {error}") from None
+        if not _is_address(origin.host):  # an address was checked when the worker was registered
+            try:
+                diallable_host(connection.peer)
+            except ValueError as error:  # the name resolves to a metadata service, say (case 102); nothing was sent
+                connection.abort()
+                raise UpstreamConnectError(f"{origin.text} is not connected to: {error}") from None
         if not connection.open:
             self._all.discard(connection)
             raise UpstreamConnectError(f"no connection to {origin.text}: closed at once")
@@ -199,6 +202,15 @@ class UpstreamClient:
             if not idle:
                 del self._idle[name]  # workers come and go under new names
         self._sweeper = self._loop.call_later(self._sweep_s, self._sweep)
+
+
+@lru_cache(maxsize=4096)
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _reason(error: OSError | UnicodeError) -> str:

@@ -135,7 +135,6 @@ class UsageTap:
         plain = content_encoding in (b"", b"identity")
         self._stream = plain and content_type.startswith(b"text/event-stream")
         self._keep = plain and (self._stream or b"json" in content_type)
-        self._marks = (b"message_stop", _DONE) if route == _MESSAGES else (_DONE,)
         self._expects_mark = self._stream and route != _NO_SENTINEL
         self._of_messages = route == _MESSAGES
         self._head = b""
@@ -179,7 +178,10 @@ class UsageTap:
 
     def broke_off(self) -> bool:
         """The stream ended without the mark that its route promises, such as `[DONE]` (case 68)."""
-        return self._expects_mark and not any(mark in self._last_bytes(48) for mark in self._marks)
+        if not self._expects_mark:
+            return False
+        last = self._last_bytes(48)
+        return not (_DONE in last or (self._of_messages and b"message_stop" in last))
 
     def names_error(self) -> bool:
         """The engine itself said in the stream's last events that it failed."""

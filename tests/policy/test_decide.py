@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.policy.cost import CostWeights, attention_factor, cost, work_tokens
-from router.policy.decide import NO_SLOT, POLICY_NAMES, REASONS, SAME_SPEED, Asked, Credit, Decision, Policy
+from router.policy.decide import NO_SLOT, POLICY_NAMES, REASONS, Asked, Credit, Decision, Policy
 from router.policy.load import RankLoad, Report
 
 
@@ -221,7 +221,7 @@ def test_the_loop_over_the_fleet_computes_the_formula_of_the_cost_module(
     middle = (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
     for spot, scored in zip(spots, decision.scored, strict=True):
         rate = spot.account.prefill_tokens_per_s or middle
-        rate = middle if middle / SAME_SPEED < rate < middle * SAME_SPEED else rate
+        rate = middle if middle / weights.same_speed < rate < middle * weights.same_speed else rate
         a, b, c, d, believed = spot.credit
         extra = believed - d
         terms = cost(

@@ -342,7 +342,7 @@ messages = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(messages, st.fixed_dictionaries({}, optional={"tools": json_values, "tool_choice": json_values}), st.booleans())
 def test_no_chat_body_raises_anything_but_no_ids(sent: list[Any], fields: dict[str, Any], vllm: bool) -> None:
     request = body(CHAT, messages=sent, **fields)

@@ -311,6 +311,6 @@ async def test_a_name_that_resolves_to_a_link_local_address_is_not_talked_to(
 
     monkeypatch.setattr("router.proxy.upstream.diallable_host", refuses)
     with pytest.raises(UpstreamConnectError, match="link-local"):
-        await send(client, worker)
+        await client.send(Url("localhost", worker.port), b"POST", b"/x", [], b"{}")
     await until(lambda: worker.open == 0, "hung up")
     assert worker.requests == []

@@ -84,18 +84,21 @@ class Rows(list[tuple[int, int, int]]):
         return sum(row[0] == row[1] for row in self) / len(self)
 
 
-def generate(running: RouterProcess, ids: list[int], rows: Rows, tokens: int = 20) -> None:
-    """One request to SGLang's own route, once the events of the last one are in."""
+def generate(running: RouterProcess, ids: list[int], rows: Rows, rank: int | None = None) -> int:
+    """One request to SGLang's own route, once the events of the last one are in. Returns the rank that served."""
     settle(running)
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "temperature": 0}}
+    body: dict[str, Any] = {"input_ids": ids, "sampling_params": {"max_new_tokens": 20, "temperature": 0}}
+    if rank is not None:
+        body["routed_dp_rank"] = rank
     answer, headers = _post(running, "/generate", body)
     meta = answer["meta_info"]
     rows.append((int(headers["x-kv-router-cached-tokens"]), meta["cached_tokens"], meta["prompt_tokens"]))
+    return int(headers["x-kv-router-rank"])
 
 
-def complete(running: RouterProcess, ids: list[int], rows: Rows, tokens: int = 20) -> None:
+def complete(running: RouterProcess, ids: list[int], rows: Rows) -> None:
     settle(running)
-    body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "temperature": 0}
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 20, "temperature": 0}
     answer, headers = _post(running, "/v1/completions", body)
     usage = answer["usage"]
     cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
@@ -117,15 +120,18 @@ class Talks:
         self._rng = random.Random(seed)
         systems = [self._ids(300) for _ in range(2)]
         self.prompts = [[*systems[n % 2]] for n in range(count)]
+        self.ranks = [0] * count
+        """Where each was served last."""
 
     def _ids(self, count: int) -> list[int]:
         return [self._rng.randrange(10, 4000) for _ in range(count)]
 
-    def round(self, running: RouterProcess) -> Rows:
+    def round(self, running: RouterProcess, *, pinned: bool = False) -> Rows:
+        """`pinned`: the client sends every conversation where it was served last."""
         rows = Rows()
-        for prompt in self.prompts:
+        for number, prompt in enumerate(self.prompts):
             prompt.extend(self._ids(60))
-            generate(running, prompt, rows)
+            self.ranks[number] = generate(running, prompt, rows, self.ranks[number] if pinned else None)
         return rows
 
 
@@ -148,11 +154,18 @@ def test_one_request_per_conversation_after_a_restart_the_hit_rate_is_back(
                 said += [restarted.summary(f"round {number}, restarted"), never.summary(f"round {number}, never")]
                 rates.append((restarted.hit_rate, never.hit_rate))
                 assert all(predicted <= reported for predicted, reported, _ in restarted)
-            said.append(f"vouched {[rank['ledger'].get('vouched_blocks', 0) for rank in second.ranks()]}")
+        with joined(tmp_path / "third", [{"url": url}], 2) as third:
+            warm = [others.round(third, pinned=True) for _ in range(3)]
+            said += [rows.summary(f"round {number}, restarted, pinned") for number, rows in enumerate(warm)]
+            vouched = [rank["ledger"].get("vouched_blocks", 0) for rank in third.ranks()]
+            said.append(f"blocks vouched for: {vouched}")
     with capsys.disabled():
         print("\n" + "\n".join(said))
     for after, before in rates[1:]:
         assert after >= before - 0.05
+    assert sum(vouched) > 0
+    assert all(predicted <= reported for rows in warm for predicted, reported, _ in rows)
+    assert warm[1].exact_share == warm[2].exact_share == 1.0
 
 
 @pytest.mark.parametrize("host_tier", [False, True], ids=["device only", "host tier"])
