@@ -284,7 +284,7 @@ class RankLedger:
         self._any_stored = True
 
     def _store_by_hash(self, event: BlockStored, tier: Tier) -> None:
-        keys = event.block_hashes
+        keys: Sequence[int] = tuple(event.block_hashes)  # the one copy that index and chains share
         parent = event.parent_block_hash
         adapter = event.lora_name is not None or event.lora_id is not None
         if adapter:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from router.contract.events import Tier
-from router.index.runs import SHARDS, RunTable
+from router.index.runs import SHARD_SHIFT, SHARDS, RunTable
 
 Depths = tuple[int, int, int, int]
 _NOTHING: Depths = (0, 0, 0, 0)
@@ -87,9 +87,11 @@ class PrefixIndex:
     def holds(self, slot: int, key: int) -> bool:
         """Whether the block is resident on the slot in any tier."""
         bit = self._slots[slot].bit
-        for table in self._tables:  # noqa: SIM110 (once an event: a generator costs twice as much)
-            if table.entries and table.mask(key) & bit:
-                return True
+        for table in self._tables:
+            if table.entries:
+                run = table.shards[key >> SHARD_SHIFT].get(key)  # once an event: a call would cost as much again
+                if run is not None and run.mask & bit:
+                    return True
         return False
 
     def store(self, slot: int, tier: Tier, keys: Sequence[int], parent: int | None = None) -> int:

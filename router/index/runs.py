@@ -52,14 +52,14 @@ class RunTable:
         self._dead_runs = 0
         self._deleted = 0  # entries, since the last pass
         self._intern = intern
-        self._shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
-        self._setdefaults = [shard.setdefault for shard in self._shards]
+        self.shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
+        self._setdefaults = [shard.setdefault for shard in self.shards]
         self._runs: list[Run] = []  # every run, in no order; those without keys are dead and leave with the next pass
         self._trimmed: dict[int, Run] = {}  # by holder: the run that what it lost last went to
 
     def mask(self, key: int) -> int:
         """Who holds this block."""
-        run = self._shards[key >> SHARD_SHIFT].get(key)
+        run = self.shards[key >> SHARD_SHIFT].get(key)
         return 0 if run is None else run.mask
 
     # Getting holders.
@@ -75,7 +75,7 @@ class RunTable:
                 held += self.add(bit, keys[start : start + MAX_RUN_BLOCKS])
             return held
         first = keys[0]
-        if first in self._shards[first >> SHARD_SHIFT]:
+        if first in self.shards[first >> SHARD_SHIFT]:
             return self._join(bit, keys, parent)
         # One dict operation a key: the new run comes back from setdefault only where it went in.
         run = Run(bit, tuple(keys))
@@ -96,7 +96,7 @@ class RunTable:
 
     def _join(self, bit: int, keys: Sequence[int], parent: int | None) -> list[int]:
         """`add` for few keys, or for keys of which some are known."""
-        shards = self._shards
+        shards = self.shards
         held: list[int] = []
         count = len(keys)
         position = 0
@@ -128,12 +128,12 @@ class RunTable:
         else:
             run.keys += (key,)
             run.is_chain = False
-        self._shards[key >> SHARD_SHIFT][key] = run
+        self.shards[key >> SHARD_SHIFT][key] = run
         self.entries += 1
 
     def _run_that_ends(self, key: int | None, mask: int, more: int) -> Run | None:
         """The run of these holders that ends with `key` and has room for `more` blocks."""
-        run = None if key is None else self._shards[key >> SHARD_SHIFT].get(key)
+        run = None if key is None else self.shards[key >> SHARD_SHIFT].get(key)
         if run is None or run.mask != mask or run.keys[-1] != key or len(run.keys) + more > MAX_RUN_BLOCKS:
             return None
         return run
@@ -142,7 +142,7 @@ class RunTable:
 
     def discard(self, bit: int, keys: Sequence[int]) -> int:
         """`bit` holds these blocks no more. Returns how many of them it held."""
-        shards = self._shards
+        shards = self.shards
         removed = 0
         count = len(keys)
         position = 0
@@ -178,7 +178,7 @@ class RunTable:
             self._trimmed[bit] = new
 
     def _delete(self, keys: Sequence[int]) -> None:
-        shards = self._shards
+        shards = self.shards
         for key in keys:
             del shards[key >> SHARD_SHIFT][key]
         self.entries -= len(keys)
@@ -220,7 +220,7 @@ class RunTable:
             self._dead_runs += not run.keys
 
     def _lead(self, keys: Sequence[int], run: Run) -> None:
-        shards = self._shards
+        shards = self.shards
         for key in keys:
             shards[key >> SHARD_SHIFT][key] = run
 
@@ -228,7 +228,7 @@ class RunTable:
 
     def walk(self, keys: Sequence[int], alive: int) -> list[tuple[int, int]]:
         """(depth, those of `alive` whose prefix of `keys` ends there), depth > 0. `keys` is a chain of hashes."""
-        shards = self._shards
+        shards = self.shards
         drops: list[tuple[int, int]] = []
         count = len(keys)
         position = 0
@@ -258,7 +258,7 @@ class RunTable:
     def stretch(self, keys: Sequence[int], position: int) -> tuple[int, int]:
         """(holders of keys[position], where the blocks end that have these holders for sure)."""
         key = keys[position]
-        run = self._shards[key >> SHARD_SHIFT].get(key)
+        run = self.shards[key >> SHARD_SHIFT].get(key)
         return (0, position + 1) if run is None else (run.mask, self._end_of(run, keys, position))
 
     def _end_of(self, run: Run, keys: Sequence[int], position: int) -> int:
@@ -320,10 +320,10 @@ class RunTable:
 
     def shrink(self, shard: int) -> int:
         """Rebuild a shard that is mostly holes; returns what it cost."""
-        table = self._shards[shard]
+        table = self.shards[shard]
         if table.__sizeof__() <= _SPARSE_BYTES + _SPARSE_BYTES_PER_ENTRY * len(table):
             return 1
-        self._shards[shard] = table = dict(list(table.items()))
+        self.shards[shard] = table = dict(list(table.items()))
         self._setdefaults[shard] = table.setdefault
         return 1 + len(table)
 

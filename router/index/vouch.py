@@ -15,7 +15,7 @@ a block whose removal was announced is vouched for only after it was stored agai
 
 from __future__ import annotations
 
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from router.hashing import Scheme
 from router.index.prefix import PrefixIndex
 
 MAX_LINKS = 131_072  # per generation, two each for prompts and for events: 90 B a link, made only while needed
-MAX_TOLD_BLOCKS = 131_072  # of recent stores, 8 B each
+MAX_TOLD_BLOCKS = 131_072  # of recent stores, whose tuples the index shares
 MAX_WAITING = 65_536  # ranks' unknown parents whose chain may still become known
 MAX_GONE = 8_192  # announced removals remembered per generation and rank
 
@@ -77,14 +77,15 @@ class Chains:
     """Which block follows which, fleet-wide, in bounded memory.
 
     Links made from a prompt's ids are certain and come before those an event claims. Prompts are learnt only while some
-    rank's history is partial; stores are noted always (a flat array), because a gap may come, and made into links
+    rank's history is partial; stores are noted always (a deque entry each), because a gap may come, and made into links
     when the first parent is looked for. `discard` frees dicts (`PrefixIndex.discard`).
     """
 
     def __init__(self, discard: Callable[[dict[Any, Any]], None]) -> None:
         self._prompts = _Recent(MAX_LINKS, discard)
         self._events = _Recent(MAX_LINKS, discard)
-        self._told = array("q")  # count, 1 with a parent, the parent or 0, the keys; and again
+        self._told: deque[tuple[int | None, Sequence[int]]] = deque()
+        self._told_blocks = 0
         self._waiting: dict[int, list[tuple[Voucher, int, Tier]]] = {}
         self._waiting_count = 0
         self._partial: dict[Voucher, None] = {}
@@ -111,11 +112,11 @@ class Chains:
 
     def stored(self, parent: int | None, keys: Sequence[int]) -> None:
         """Some rank announced `keys` below `parent` (None: from the root)."""
-        told = self._told  # flat: kept lists would cost the garbage collector more than they say
-        told.extend((len(keys), 0, 0) if parent is None else (len(keys), 1, parent))
-        told.extend(keys)
-        if len(told) > MAX_TOLD_BLOCKS:
-            self._forget_oldest()
+        self._told.append((parent, keys))
+        self._told_blocks += len(keys)
+        if self._told_blocks > MAX_TOLD_BLOCKS:
+            while self._told_blocks > MAX_TOLD_BLOCKS // 2:  # half of it at once: every store comes through here
+                self._told_blocks -= len(self._told.popleft()[1])
         if self._waiting and not self._waiting.keys().isdisjoint(keys):
             self._wake(keys)
 
@@ -124,25 +125,11 @@ class Chains:
         found = self._prompts.get(key)
         if found is not _UNKNOWN:
             return found
-        if self._told:
-            self._link_told()
+        while self._told:
+            above, keys = self._told.popleft()
+            self._events.update(zip(keys, chain((above,), keys), strict=False))
+        self._told_blocks = 0
         return self._events.get(key)
-
-    def _link_told(self) -> None:
-        told, at = self._told, 0
-        while at < len(told):
-            count, has_parent, parent = told[at : at + 3]
-            keys = told[at + 3 : at + 3 + count]
-            self._events.update(zip(keys, chain((parent if has_parent else None,), keys), strict=False))
-            at += 3 + count
-        self._told = array("q")
-
-    def _forget_oldest(self) -> None:
-        """Half of it at once: every store comes through here."""
-        at = 0
-        while at < MAX_TOLD_BLOCKS // 2:
-            at += 3 + self._told[at]
-        del self._told[:at]
 
     def wait(self, top: int, voucher: Voucher, origin: int, tier: Tier) -> bool:
         """`voucher.resume(origin, tier)` once the parent of `top` is known. False: too many wait already."""

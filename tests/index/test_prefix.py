@@ -52,14 +52,14 @@ def expected_match(model: Model, keys: list[int]) -> dict[int, Depths]:
 
 def shards_of(index: PrefixIndex) -> Iterator[dict[int, Run]]:
     for table in index._tables:
-        yield from table._shards
+        yield from table.shards
 
 
 def check_runs(index: PrefixIndex) -> None:
     """Every key leads to the one run that lists it, every run is on the list that `sweep` goes through."""
     for table in index._tables:
         listed = [key for run in table._runs for key in run.keys]
-        led = {key: run for shard in table._shards for key, run in shard.items()}
+        led = {key: run for shard in table.shards for key, run in shard.items()}
         assert len(listed) == len(led) == table.entries
         assert all(key in led and led[key] is run for run in table._runs for key in run.keys)
         assert all(run.mask for run in led.values())

@@ -191,7 +191,7 @@ def pieces(table: RunTable) -> list[tuple[int, int]]:
     """(holders, blocks) of the runs along CHAIN."""
     found: list[Run] = []
     for key in CHAIN:
-        run = table._shards[key >> runs.SHARD_SHIFT].get(key)
+        run = table.shards[key >> runs.SHARD_SHIFT].get(key)
         if run is not None and (not found or run is not found[-1]):
             found.append(run)
     return [(run.mask, len(run.keys)) for run in found]
@@ -274,7 +274,7 @@ def test_blocks_stored_out_of_order_are_put_in_order_by_the_first_lookup(order: 
     table = table_of((1, keys))
     assert table.walk(CHAIN, 1) == [(64, 1)]
     assert table.walk(CHAIN, 1) == [(64, 1)]
-    assert all(run.is_chain or len(run.keys) == 1 for shard in table._shards for run in shard.values())
+    assert all(run.is_chain or len(run.keys) == 1 for shard in table.shards for run in shard.values())
 
 
 def test_a_known_run_is_compared_by_its_last_key_only() -> None:

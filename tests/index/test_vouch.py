@@ -253,7 +253,7 @@ def test_links_parents_and_removals_are_remembered_in_bounded_memory(monkeypatch
         one.orphan(-n - 1, Tier.GPU)
     links = [len(part._young) + len(part._old) for part in (chains._prompts, chains._events, one._gone)]
     assert links <= [220, 220, 60], links
-    assert len(chains._told) <= 50
+    assert chains._told_blocks <= 50
     assert len(one._origins) <= 30
     assert chains._waiting_count == sum(map(len, chains._waiting.values())) <= 30
     assert len(one) <= 10_000
