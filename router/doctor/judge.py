@@ -58,6 +58,11 @@ def _engine(worker: Worker, evidence: Evidence) -> Iterator[Finding]:
         )
     if info.role != "plain":
         yield Finding("info", "role", f"a {info.role} engine", "it gets no plain traffic from the router")
+    if not info.cache_report:
+        flag = "--enable-prompt-tokens-details" if info.engine == "vllm" else "--enable-cache-report"
+        yield Finding(
+            "warning", "cache_report", "cached tokens are not reported in usage", f"start the engine with {flag}"
+        )
     if descriptor is None:
         advice = f"start SGLang with {EVENTS_FLAG}; for vLLM set workers[].kv_events in the router's configuration"
         yield Finding("error", "no_descriptor", worker.ranks[0].reason if worker.ranks else "no ranks", advice)
@@ -67,11 +72,6 @@ def _engine(worker: Worker, evidence: Evidence) -> Iterator[Finding]:
     for drift in worker.drifts.values():
         what = f"advertised {drift.advertised}, observed {drift.observed}"
         yield Finding("error", f"drift_{drift.kind}", what, drift.advice)
-    if not info.cache_report:
-        flag = "--enable-prompt-tokens-details" if info.engine == "vllm" else "--enable-cache-report"
-        yield Finding(
-            "warning", "cache_report", "cached tokens are not reported in usage", f"start the engine with {flag}"
-        )
     if all(at.replay is None for at in descriptor.ranks):
         yield Finding(
             "warning",

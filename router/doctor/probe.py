@@ -75,7 +75,14 @@ async def _probe_rank(worker: Worker, rank: Rank, index: PrefixIndex, ask: Ask, 
         return findings
     if rank.trusted and predicted != served.cached_tokens:
         what = f"{name}: {predicted} cached tokens predicted, the engine reused {served.cached_tokens}"
-        findings.append(Finding("error", "prediction", what, "send this report: the events do not tell the cache"))
+        findings.append(
+            Finding(
+                "error",
+                "prediction",
+                what,
+                "another finding may say why; if none does, report it with this output",
+            )
+        )
     elif not served.cached_tokens:
         what = f"{name}: a repeated prompt of {tokens} tokens was not reused"
         advice = "is the prefix cache off (--disable-radix-cache, --no-enable-prefix-caching)?"
