@@ -122,9 +122,17 @@ async def calibrate(url: str, *, seed: int, told: Callable[[str], None]) -> dict
         await engine.ask(_ids(rng, 64), 4)  # the first request after start is slower than any later one
         measured = [*await _prefill(engine, rng, told), *await _decode(engine, rng, told)]
         timing = fitted(measured, chunk_tokens=engine.chunk_tokens, max_running=engine.max_running)
+        off = fit_error(measured, timing)
+        told(f"the fit is off its own measurements by {off:.0%} on average")
         check = await _check(engine, timing, rng, told)
     source = f"kv-router bench calibrate, seed {seed}"
-    return {"engine": f"{engine.version} {engine.model}", "source": source, "timing": asdict(timing), "check": check}
+    return {
+        "engine": f"{engine.version} {engine.model}",
+        "source": source,
+        "timing": asdict(timing),
+        "fit_error": off,
+        "check": check,
+    }
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:
@@ -152,6 +160,21 @@ def fitted(measured: Sequence[Measured], *, chunk_tokens: int, max_running: int)
         chunk_tokens=chunk_tokens,
         max_running=max_running,
     )
+
+
+def fit_error(measured: Sequence[Measured], timing: TimingProfile) -> float:
+    """Mean relative distance of the model from the measurements. Large: this engine is not of the model's form."""
+    token_s = 1 / timing.prefill_tokens_per_s
+    constants = (
+        timing.step_overhead_s,
+        token_s,
+        token_s / timing.attention_context_tokens,
+        timing.per_kv_token_s,
+        timing.decode_step_s,
+        timing.per_sequence_s,
+    )
+    said = [sum(cell * constant for cell, constant in zip(m.row, constants, strict=True)) for m in measured]
+    return fmean(abs(s / m.seconds - 1) for s, m in zip(said, measured, strict=True))
 
 
 async def _prefill(engine: Engine, rng: random.Random, told: Callable[[str], None]) -> list[Measured]:

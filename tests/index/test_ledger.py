@@ -59,6 +59,7 @@ def test_equal_hashes_of_two_namespaces_are_counted() -> None:
 def test_a_deep_block_of_a_late_joiner_gives_no_credit_until_its_ancestors_are_known() -> None:
     """Case 25: no false match at depth 1, orphans counted."""
     worker = Worker()
+    worker.ledgers[0].set_history(complete=False)
     worker.feed(store(CHAIN[4:], HASHES[1:], parent=HASHES[0]))
     assert worker.credit(PROMPT) == worker.credit([*CHAIN[4:], 1]) == 0
     assert worker.counters.orphans == 1
