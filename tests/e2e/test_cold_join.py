@@ -216,7 +216,11 @@ async def test_reuse_nobody_predicted_is_named(
     await engine.listened()
     engine.publish(stored(hashes_of([9] * 4), [9] * 4, 4))
     await router.live(engine.url)
-    assert (await router.ranks())[0]["history"] == "complete"
+
+    async def joined() -> bool:
+        return bool((await router.ranks())[0]["history"] == "complete")
+
+    await router.until(joined, "the first batch applied")
     engine.bodies["/v1/completions"] = usage(28)
     for number in range(16):
         await send(router, [number, *PROMPT[1:]])
