@@ -259,7 +259,7 @@ class RoutingCore:
         if failed and not self._log_limit.allows(f"{record.outcome} {record.worker}"):
             return
         if failed or log.isEnabledFor(logging.DEBUG):
-            fields = msgspec.structs.asdict(record) if isinstance(record, msgspec.Struct) else _record_fields(record)
+            fields = _record_fields(record)
             log.log(logging.WARNING if failed else logging.DEBUG, "request", extra=fields)
 
     def prompts(self) -> list[dict[str, Any]]:
