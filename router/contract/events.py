@@ -51,9 +51,8 @@ _TIERS: dict[str | None, Tier] = {tier.name: tier for tier in Tier}
 _TIERS |= {None: Tier.GPU, "CPU": Tier.CPU_PINNED, "STORAGE": Tier.DISK}
 
 
-def tier_of(medium: str | None) -> Tier | None:
-    """The tier of a `medium` field, vLLM's names included. Absent is GPU, as on a store; None: a name nobody knows."""
-    return _TIERS.get(medium)
+tier_of = _TIERS.get
+"""The tier of a `medium` field, vLLM's names included. Absent is GPU, as on a store; None: a name nobody knows."""
 
 
 _Signed = Annotated[int, Meta(le=2**63 - 1)]
@@ -105,7 +104,7 @@ class EventBatch(Struct, gc=False):
     doubtful: bool = False
 
 
-class _MapBatch(Struct, array_like=True):
+class _MapBatch(Struct, array_like=True, gc=False):
     ts: float
     events: Annotated[list[BlockStored | BlockRemoved | AllBlocksCleared], Meta(max_length=MAX_EVENTS)]
     rank: int | None = None
@@ -206,7 +205,8 @@ def decode_batch(payload: bytes | memoryview) -> EventBatch:
     if len(payload) > MAX_FRAME_BYTES:
         raise WireError(f"event message of {len(payload)} bytes; at most {MAX_FRAME_BYTES} are read")
     try:
-        if not _first_event_is_array(payload):
+        # Most begin with a map; the whole question is put only where this byte leaves it open.
+        if (len(payload) > 11 and payload[11] & 0xF0 == 0x80) or not _first_event_is_array(payload):
             maps = _map_batch.decode(payload)
             return EventBatch(maps.ts if isfinite(maps.ts) else 0.0, maps.events, maps.rank)
     except ValidationError:
@@ -346,8 +346,12 @@ def _optional(decoder: Decoder[Any], raw: Raw | None) -> Any:
 def token_units(raw: Raw) -> tuple[int, bool]:
     """(entries in `token_ids`, whether they are pairs), from the first bytes alone. (-1, False): not an array."""
     view = memoryview(raw)
-    lead = view[0] if len(view) else 0xC0
-    if lead == 0xDC and len(view) >= 3:
+    size = len(view)
+    lead = view[0] if size else 0xC0
+    if lead == 0xDC and size > 3:
+        first = view[3]
+        return (view[1] << 8) | view[2], first & 0xF0 == 0x90 or first == 0xDC or first == 0xDD
+    if lead == 0xDC and size == 3:
         count, start = (view[1] << 8) | view[2], 3
     elif lead & 0xF0 == 0x90:
         count, start = lead & 0x0F, 1

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from router.stream.sockets import MAX_FRAME_BYTES, speaks_ipv6_only
+from router.stream.sockets import speaks_ipv6_only
+from router.stream.zmtp import MAX_FRAME_BYTES
 
 RECEIVE_LIMIT = 1000
 MAX_TOPICS = 16

@@ -59,13 +59,16 @@ class UnusableStores:
     """Counts stores in a row of which no block could be kept."""
 
     def __init__(self) -> None:
+        self.known = 0
+        """The total of unusable ones that was last told."""
         self._kept = 0
         self._before = 0
 
     def in_a_row(self, kept_blocks: int, unusable: int) -> int:
-        """Both are the ledger's totals."""
+        """Both are the ledger's totals. Needs to be told only when `unusable` grew."""
+        known, self.known = self.known, unusable
         if kept_blocks != self._kept:
-            self._kept, self._before = kept_blocks, unusable
+            self._kept, self._before = kept_blocks, known
         return unusable - self._before
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from router.config.schema import MAX_DP_SIZE
 from router.contract.descriptor import Descriptor, RankEndpoints, parse_descriptor
 from router.contract.server_info import ServerInfo
 from router.errors import ContractError
@@ -59,6 +60,7 @@ class Incarnations:
         change = _change(worker, info, descriptor)
         worker.take_info(info)
         if change is None:
+            worker.roles.check(worker)
             return False
         before = worker.ranks
         self.end(worker)
@@ -71,6 +73,7 @@ class Incarnations:
             log.warning("%s: routed by load only: %s", worker.url, problem)
         self._begin(worker, info, descriptor, problem)
         self._carry_over(worker, before)
+        worker.roles.check(worker)
         return True
 
     def end(self, worker: Worker) -> None:
@@ -82,7 +85,9 @@ class Incarnations:
 
     def _begin(self, worker: Worker, info: ServerInfo, descriptor: Descriptor | None, problem: str) -> None:
         if descriptor is None:
-            endpoints: tuple[RankEndpoints, ...] = (RankEndpoints(0, None, None, None, problem),)
+            # A decode engine without a radix cache announces nothing; its ranks are chosen and named all the same.
+            count = min(info.dp_size, MAX_DP_SIZE) if worker.role == "decode" else 1
+            endpoints = tuple(RankEndpoints(rank, None, None, None, problem) for rank in range(count))
         else:
             endpoints = descriptor.ranks
             worker.scheme = WorkerScheme(descriptor.block_size, info.engine, info.bigram)
@@ -124,7 +129,7 @@ class Incarnations:
         if at.events is not None:
             rank.streams.append(RankStream(self._context, at, descriptor.topic, rank, clock=self._clock))
         if at.load is not None:
-            rank.streams.append(LoadStream(self._context, at.load, descriptor.load_topic, rank))
+            rank.streams.append(LoadStream(at.load, descriptor.load_topic, rank))
         for stream in rank.streams:
             stream.start()
 
@@ -138,6 +143,8 @@ def _change(worker: Worker, info: ServerInfo, descriptor: Descriptor | None) -> 
         return "startup_time changed: the engine restarted"
     if descriptor != worker.descriptor:
         return "the KV event descriptor changed"
+    if info.role != old.role:
+        return f"the role changed in place from {old.role} to {info.role}"
     if _model(info) != _model(old):
         return "the model changed"
     # vLLM gives no startup_time. Health was lost and is back; only a stream that went on shows the same process.
@@ -150,4 +157,4 @@ def _change(worker: Worker, info: ServerInfo, descriptor: Descriptor | None) -> 
 def _model(info: ServerInfo) -> tuple[object, ...]:
     """vLLM's served names change when an adapter is loaded: that is no other process."""
     names = info.model_names if info.engine != "vllm" else ()
-    return info.engine, info.version, info.model_path, names, info.role, info.dp_size, info.bigram
+    return info.engine, info.version, info.model_path, names, info.dp_size, info.bigram

@@ -24,7 +24,8 @@ class FleetObserver(Protocol):
         """`count` (> 0) events of one kind were taken from a batch: stored, removed, cleared, skipped."""
 
     def event_lag(self, lag_s: float) -> None:
-        """Wall-clock age of a live batch when it was applied. Both clocks' skew is in it; never negative."""
+        """Wall-clock age of the oldest live batch of a turn, when all of them were applied. Both clocks' skew is in it;
+        never negative."""
 
     def batches_lost(self, worker: str, rank: int, batches: int) -> None:
         """Batches that neither the stream nor its replay delivered."""

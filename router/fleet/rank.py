@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.contract.descriptor import RankEndpoints
@@ -20,6 +19,7 @@ from router.index.prefix import PrefixIndex
 from router.index.vouch import Chains
 from router.observe.logs import RateLimit
 from router.observe.tally import Tally
+from router.policy.consistent import anchor
 from router.policy.decide import NO_SLOT as NO_SLOT
 from router.policy.load import RankLoad, Report
 
@@ -35,6 +35,16 @@ STATE_LOG_EVERY_S = 30.0
 """A change to the same bad state is logged at most this often."""
 BAD_STATES = frozenset({"gapped", "silent", "drifted", "duplicated", "unreachable"})
 UNCONNECTED = ("connecting", "unreachable")
+
+
+class Tap(Protocol):
+    """Looks on at a rank's stream while its blocks are told to a sibling or learnt from one (router.siblings)."""
+
+    def takes(self, seq: int, payload: bytes) -> bool:
+        """True: the batch is kept by the tap, which applies it later. False: it is applied now."""
+
+    def broken(self) -> None:
+        """The run of batches ended (reset, retire): what the tap holds is void."""
 
 
 class Closable(Protocol):
@@ -71,6 +81,7 @@ class Rank:
         are the fleet's."""
         self.worker = worker
         self.number = number
+        self.anchor = anchor(worker.url.text, number)
         self.pin = pin
         self.account = RankLoad()
         self.tally = Tally()
@@ -93,6 +104,11 @@ class Rank:
         self.replays: Counter[str] = Counter()
         self.rejects: Counter[str] = Counter()
         self.streams: list[Closable] = []
+        self.tap: Tap | None = None
+        self.last_payload = b""
+        """Of the batch `last_seq`."""
+        self.restored_from: str | None = None
+        """The sibling whose blocks of this rank were taken over, until the next reset."""
         self.dead = False
         self._url = worker.url.text
         self._index = index
@@ -108,6 +124,8 @@ class Rank:
         self._unusable = UnusableStores()
         self._strays = Strays()
         self._reported = (0, 0, 0, 0)
+        self._is_fresh = False  # batches came since the last rest
+        self._oldest_ts_s: float | None = None  # of the live ones among them: the engine's timestamp of the first
         self.slot = NO_SLOT
         self.ledger: RankLedger | None = None
         if off is None and worker.scheme is not None:
@@ -133,6 +151,7 @@ class Rank:
     def retire(self) -> list[Closable]:
         """Cuts the rank off from its streams and gives its blocks back. Returns the streams: the caller closes them."""
         self.dead = True
+        self._break_tap()
         if self.ledger is not None:
             self.ledger.close()
             self._index.close_slot(self.slot)
@@ -143,35 +162,57 @@ class Rank:
     # ---- RankSink: the event stream
 
     def apply(self, seq: int, payload: bytes) -> None:
-        if self.dead or self.ledger is None:
+        ledger = self.ledger
+        if self.dead or ledger is None or (self.tap is not None and self.tap.takes(seq, payload)):
             return
         self.last_seq = seq
-        self.last_event_s = self._clock()
-        self._heard()
+        self.last_payload = payload
         try:
             batch = decode_batch(payload)
             if batch.rank is not None and batch.rank != self.number:
-                self._strays.saw(batch.rank, self.last_event_s)
+                self._strays.saw(batch.rank, self._clock())
                 self._reject("rank", f"batch {seq} names rank {batch.rank}; the socket's rank is believed (case 12)")
-            self.ledger.apply(batch)
-            self._check_stores(batch)
+            ledger.apply(batch)
+            counters = ledger.counters
+            unusable = counters.odd_widths + counters.unknown_media
+            if unusable != self._unusable.known or self._doubts:
+                self._check_stores(batch, unusable)
         except WireError as error:
-            self.ledger.degraded = True  # what was dropped may have been a removal (case 10)
+            ledger.degraded = True  # what was dropped may have been a removal (case 10)
             self._reject("payload", f"batch {seq} was dropped: {error}")
         except Exception:  # one batch must never end the stream
-            self.ledger.degraded = True
+            ledger.degraded = True
             self._reject("error", f"batch {seq} could not be applied", exc_info=True)
         else:
-            if self.stream_state == "live":
-                self._observer.event_lag(max(0.0, self._wall_clock() - batch.ts_s))
+            if self._oldest_ts_s is None and self.stream_state == "live":
+                self._oldest_ts_s = batch.ts_s
+        self._is_fresh = True
+
+    def rested(self) -> None:
+        """What is the same for one batch and for many is done here, once a turn."""
+        if self.dead or self.ledger is None or not self._is_fresh:
+            return
+        self._is_fresh = False
+        self.last_event_s = self._clock()
+        self._heard()
+        if self._oldest_ts_s is not None:
+            self._observer.event_lag(max(0.0, self._wall_clock() - self._oldest_ts_s))
+            self._oldest_ts_s = None
         self._report(self.ledger.counters)
         self.worker.check_drift()
 
     def reset(self, reason: str) -> None:
         if self.dead or self.ledger is None:
             return
+        self._break_tap()
         self.ledger.reset()
         self.last_seq = None
+        self.restored_from = None
+
+    def _break_tap(self) -> None:
+        tap, self.tap = self.tap, None
+        if tap is not None:
+            tap.broken()
 
     def state_changed(self, state: str, reason: str, history: str) -> None:
         if self.dead:
@@ -263,11 +304,11 @@ class Rank:
         if self._doubts:
             self.believe("silence")
 
-    def _check_stores(self, batch: EventBatch) -> None:
+    def _check_stores(self, batch: EventBatch, unusable: int) -> None:
         """Stores that are all skipped would be a silent zero: nothing of the rank is believed then (case 11)."""
         assert self.ledger is not None
-        counters, worker = self.ledger.counters, self.worker
-        in_a_row = self._unusable.in_a_row(counters.stored_blocks, counters.odd_widths + counters.unknown_media)
+        worker = self.worker
+        in_a_row = self._unusable.in_a_row(self.ledger.counters.stored_blocks, unusable)
         if in_a_row < UNUSABLE_STORES or worker.scheme is None:
             if "stores" in self._doubts:
                 self.believe("stores")
@@ -335,7 +376,8 @@ class Rank:
             "endpoint": at.events if at is not None else None,
             "replay_endpoint": at.replay if at is not None else None,
             "load_endpoint": at.load if at is not None else None,
-            "history": self.history,
+            "history": self.history if self.restored_from is None else "complete",
+            "restored_from": self.restored_from,
             "blocks": self.blocks(),
             "last_seq": self.last_seq,
             "last_event_age_s": None if self.last_event_s is None else round(now_s - self.last_event_s, 3),
@@ -379,7 +421,7 @@ class Rank:
 
 
 def _nonzero(counters: LedgerCounters) -> dict[str, int]:
-    return {name: count for name, count in asdict(counters).items() if count}
+    return {name: count for name in LedgerCounters.__slots__ if (count := getattr(counters, name))}
 
 
 def _policy_report(report: LoadReport, now_s: float) -> Report:

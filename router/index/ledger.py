@@ -7,7 +7,7 @@ means depends on the worker's scheme: either the engine's hash is the key, or ou
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.contract.events import (
@@ -23,6 +23,7 @@ from router.contract.events import (
 )
 from router.hashing import Scheme, TokenIds, bigrams, sglang_chain, xxh3_chain, xxh3_root
 from router.index.adopt import Adopter, Expected
+from router.index.inside import Inside
 from router.index.names import Names, foreign_root, is_root, namespace_of
 from router.index.prefix import PrefixIndex
 from router.index.scheme import MAX_WIDTH, Finding, WorkerScheme
@@ -207,6 +208,37 @@ class RankLedger:
         if not self._worker.proven and any(self._index.holds(self._slot, key) for key in keys):
             self._worker.saw_key()
 
+    # Snapshots (router.index.snapshot).
+
+    @property
+    def inside(self) -> Inside:
+        groups = frozenset(self._other_groups)
+        return Inside(self._index, self._slot, self._names, self._worker.scheme, self._has_adapters, groups)
+
+    @property
+    def inexact(self) -> str:
+        """Why this is not exactly what the rank holds; empty when it is."""
+        worker = self._worker
+        if self._voucher.partial:
+            return "its history is partial"
+        if self.degraded:
+            return "a removal may have been missed"
+        if len(self._voucher) or len(self._adopter):
+            return "some blocks are inferred"
+        if not worker.proven or not worker.is_width_settled or worker.content_hashes or self._held.events:
+            return "its hash or width is open"
+        return ""
+
+    def restored(self, *, has_adapters: bool, other_groups: Iterable[int]) -> None:
+        """The index holds exactly what the rank does, although nobody heard it store that here."""
+        if not self._worker.is_width_settled:
+            self._worker.saw_width(self._worker.scheme.width)
+        self._has_adapters = has_adapters
+        self._other_groups.update(other_groups)
+        self._any_stored = self._heard_clear = True
+        self._journal = None
+        self._voucher.set_partial(False)
+
     # What the worker's scheme calls when it decides something.
 
     def width_settled(self) -> None:
@@ -268,8 +300,9 @@ class RankLedger:
         if tier is None:
             self.counters.unknown_media += 1
             return
+        width = event.block_size
         units = token_units(event.token_ids)[0]
-        if event.block_size != worker.scheme.width or (units != event.block_size * len(hashes) and units > 0):
+        if width != worker.scheme.width or (units != width * len(hashes) and units > 0):
             # Never sliced by guess: which tokens belong to which hash cannot be told (case 11).
             self.counters.odd_widths += 1
             return
@@ -286,23 +319,25 @@ class RankLedger:
     def _store_by_hash(self, event: BlockStored, tier: Tier) -> None:
         keys: Sequence[int] = tuple(event.block_hashes)  # the one copy that index and chains share
         parent = event.parent_block_hash
+        voucher = self._voucher
         adapter = event.lora_name is not None or event.lora_id is not None
         if adapter:
             self.counters.foreign += 1
             self._has_adapters = True
             keys = _adapter_keys(keys)
             parent = None if parent is None else parent ^ _ADAPTER_BITS
-        if self._voucher.active:
-            self._voucher.storing(keys, tier)
-        # Of a complete history no parent is missing, and the look-up would be a tenth of what an event costs.
-        if self._voucher.partial and parent is not None and not self._index.holds(self._slot, parent):
-            self.counters.orphans += 1
-            if not adapter:
-                self._voucher.orphan(parent, tier)
-                self.counters.vouched_blocks = self._voucher.vouched_total
+        if voucher.partial or voucher.vouched:
+            voucher.storing(keys, tier)
+            # Of a complete history no parent is missing, and the look-up would be a tenth of what an event costs.
+            if voucher.partial and parent is not None and not self._index.holds(self._slot, parent):
+                self.counters.orphans += 1
+                if not adapter:
+                    voucher.orphan(parent, tier)
+                    self.counters.vouched_blocks = voucher.vouched_total
         refused = self._index.store(self._slot, tier, keys, parent)
+        if refused:
+            self.counters.refused_blocks += refused
         self.counters.stored_blocks += len(keys) - refused
-        self.counters.refused_blocks += refused
         if not adapter:
             self._chains.stored(parent, keys)
 
@@ -312,7 +347,7 @@ class RankLedger:
         # An unknown medium clears everywhere: better a block too few than one too many.
         tier = None if event.medium is None else tier_of(event.medium)
         if self._worker.scheme.kind == "sglang-sha256":
-            if self._voucher.active:
+            if self._voucher.partial or self._voucher.vouched:
                 self._voucher.removed(event.block_hashes, tier)
             self._index.remove(self._slot, tier, event.block_hashes)
             if self._has_adapters:
@@ -346,14 +381,15 @@ class RankLedger:
     def _check_root(self, event: BlockStored) -> None:
         """Recompute the first block of a root store, always until the kind is proven, later by sample."""
         worker = self._worker
-        if not is_root(event) or event.lora_name is not None or event.lora_id is not None or not event.block_hashes:
+        if event.lora_name is not None or event.lora_id is not None:
             return
         self._roots_seen += 1
-        by_hash = worker.scheme.kind == "sglang-sha256"
         if worker.proven and (
-            not by_hash
-            or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY != 0 and not worker.is_doubtful)
+            worker.scheme.kind != "sglang-sha256"
+            or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY and not worker.is_doubtful)
         ):
+            return
+        if not is_root(event) or not event.block_hashes:
             return
         try:
             ids, pairs = decode_token_ids(event.token_ids)

@@ -115,6 +115,11 @@ class Names:
             if known is not None:
                 yield name, (known,) if isinstance(known, int) else known
 
+    def pairs(self) -> Iterator[list[tuple[int, int]]]:
+        """(name, key) of what is not ambiguous, shard by shard."""
+        for shard in self._keys:
+            yield [(name, key) for name, key in shard.items() if isinstance(key, int)]
+
     def forget(self, name: int, keep: Sequence[int]) -> None:
         """The name now stands for `keep` only."""
         keys = self._keys[name >> _SHARD_SHIFT]

@@ -122,6 +122,21 @@ class PrefixIndex:
         state.blocks[tier] += count - len(held)
         return refused
 
+    def hold(self, slot: int, tier: Tier, keys: Sequence[int]) -> int:
+        """As `store`, but a block the slot has already gets no further copy."""
+        bit, table = self._slots[slot].bit, self._tables[tier]
+        fresh = tuple(key for key in keys if not table.mask(key) & bit)
+        return self.store(slot, tier, keys if len(fresh) == len(keys) else fresh)
+
+    def runs_of(self, slot: int, tier: Tier, position: int, budget_runs: int) -> tuple[int, list[tuple[int, ...]]]:
+        """The slot's blocks in that tier, run by run: looks at `budget_runs` runs from `position` on. Returns where to
+        go on, -1 at the end. What other slots do between two calls may move a block behind or before the position."""
+        return self._tables[tier].runs_of(self._slots[slot].bit, position, budget_runs)
+
+    def copies(self, slot: int) -> list[tuple[Tier, int, int]]:
+        """(tier, block, copies beyond the first)."""
+        return [(tier, key, count) for tier in Tier for key, count in self._slots[slot].extra[tier].items()]
+
     def _refused(self, state: _Slot, tier: Tier, wanted: int) -> int:
         if self._retired and self.total_blocks + wanted > self.max_blocks:
             self._sweep_all()

@@ -31,8 +31,9 @@ _SHORT = 8
 # A dict that just grew takes up to 61 bytes an entry; beyond this one it is mostly holes.
 _SPARSE_BYTES_PER_ENTRY = 128
 _SPARSE_BYTES = 4096
-# What deleting a key costs `sweep`, in looks at a run.
+# What deleting a key costs `sweep`, in looks at a run; and how many bytes are given back for one look.
 _DELETE_COST = 6
+_FREED_BYTES_PER_LOOK = 512
 
 
 class Run(Struct, gc=False, eq=False):
@@ -53,7 +54,6 @@ class RunTable:
         self._deleted = 0  # entries, since the last pass
         self._intern = intern
         self.shards: list[dict[int, Run]] = [{} for _ in range(SHARDS)]
-        self._setdefaults = [shard.setdefault for shard in self.shards]
         self._runs: list[Run] = []  # every run, in no order; those without keys are dead and leave with the next pass
         self._trimmed: dict[int, Run] = {}  # by holder: the run that what it lost last went to
 
@@ -61,6 +61,12 @@ class RunTable:
         """Who holds this block."""
         run = self.shards[key >> SHARD_SHIFT].get(key)
         return 0 if run is None else run.mask
+
+    def runs_of(self, bit: int, position: int, budget: int) -> tuple[int, list[tuple[int, ...]]]:
+        """See PrefixIndex."""
+        end = position + budget
+        found = [run.keys for run in self._runs[position:end] if run.mask & bit and run.keys]
+        return end if end < len(self._runs) else -1, found
 
     # Getting holders.
 
@@ -77,22 +83,24 @@ class RunTable:
         first = keys[0]
         if first in self.shards[first >> SHARD_SHIFT]:
             return self._join(bit, keys, parent)
-        # One dict operation a key: the new run comes back from setdefault only where it went in.
         run = Run(bit, tuple(keys))
-        setdefaults = self._setdefaults
-        known = [key for key in keys if setdefaults[key >> SHARD_SHIFT](key, run) is not run]
         self._runs.append(run)
-        if not known and len({*keys}) == count:
+        shards = self.shards
+        for key in keys:  # half of what an event costs
+            shard = shards[key >> SHARD_SHIFT]
+            if key in shard:
+                break
+            shard[key] = run
+        else:
             self.entries += count
-            return known
-        # Some belong to other runs, or are named twice and went in with their first mention.
-        elsewhere = set(known)
-        run.keys = tuple(key for key in dict.fromkeys(keys) if key not in elsewhere)
-        self.entries += len(run.keys)
-        rest = list(keys)
-        for key in run.keys:
-            rest.remove(key)
-        return self._join(bit, rest, None)
+            return []
+        # This one belongs to another run, or is named twice.
+        fresh = keys.index(key)
+        if shard[key] is run:
+            fresh = keys.index(key, fresh + 1)
+        run.keys = tuple(keys[:fresh])
+        self.entries += fresh
+        return self._join(bit, keys[fresh:], keys[fresh - 1])
 
     def _join(self, bit: int, keys: Sequence[int], parent: int | None) -> list[int]:
         """`add` for few keys, or for keys of which some are known."""
@@ -321,11 +329,11 @@ class RunTable:
     def shrink(self, shard: int) -> int:
         """Rebuild a shard that is mostly holes; returns what it cost."""
         table = self.shards[shard]
-        if table.__sizeof__() <= _SPARSE_BYTES + _SPARSE_BYTES_PER_ENTRY * len(table):
+        size = table.__sizeof__()
+        if size <= _SPARSE_BYTES + _SPARSE_BYTES_PER_ENTRY * len(table):
             return 1
         self.shards[shard] = table = dict(list(table.items()))
-        self._setdefaults[shard] = table.setdefault
-        return 1 + len(table)
+        return 1 + len(table) + size // _FREED_BYTES_PER_LOOK
 
 
 def _stretch(members: tuple[int, ...], keys: Sequence[int], position: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ is a finding: prompts are served whose namespace cannot be reproduced, or the ha
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from router.hashing import HashKind, Scheme
@@ -67,6 +67,8 @@ class WorkerScheme:
         self.nil_parents_lie = False  # SGLang 0.5.3: a page after a node split claims to be a root
         self.findings: tuple[Finding, ...] = ()
         """A new object whenever one is added or ends."""
+        self.is_doubtful = False
+        """The latest samples differed, and what that means is open: every root is worth a check."""
         self._advertised_bigram = bigram
         self._causes: dict[str, Finding] = {}
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
@@ -123,11 +125,6 @@ class WorkerScheme:
         if not self.proven and self.scheme.kind == "sglang-sha256":
             self._prove()
 
-    @property
-    def is_doubtful(self) -> bool:
-        """The latest samples differed, and what that means is open: every root is worth a check."""
-        return "samples" not in self._causes and len(self._samples) > 1 and not any(list(self._samples)[-2:])
-
     def find(self, cause: str, finding: Finding | None) -> None:
         """What disagrees for this cause from now on; None: nothing does."""
         if self._causes.get(cause) == finding:
@@ -139,7 +136,7 @@ class WorkerScheme:
         self.findings = tuple(self._causes.values())
 
     def _take_bigram(self, pairs: bool) -> None:
-        self.scheme = replace(self.scheme, bigram=pairs)
+        self.scheme = self.scheme._replace(bigram=pairs)
         if pairs == self._advertised_bigram:
             self.find("bigram", None)
             return
@@ -173,11 +170,13 @@ class WorkerScheme:
             )
         elif differ <= SAMPLES_AGREE:
             self.find("samples", None)
+        latest = list(self._samples)[-2:]
+        self.is_doubtful = "samples" not in self._causes and len(latest) == 2 and not any(latest)
 
     def _adopt(self, kind: HashKind) -> None:
         if kind == self.scheme.kind:
             return
-        self.scheme = replace(self.scheme, kind=kind)
+        self.scheme = self.scheme._replace(kind=kind)
         finding = None
         if kind != self.assumed_kind and kind == "xxh3":
             finding = Finding(
@@ -200,6 +199,6 @@ class WorkerScheme:
 
     def _settle(self, width: int) -> None:
         self.is_width_settled = True
-        self.scheme = replace(self.scheme, width=width)
+        self.scheme = self.scheme._replace(width=width)
         for ledger in self._ledgers:
             ledger.width_settled()

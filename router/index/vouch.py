@@ -164,6 +164,7 @@ class Voucher:
     """One rank's blocks that were never heard stored, where the engine's hashes are the keys.
 
     `partial`: the rank may hold blocks from before its history begins; without that nothing is ever vouched for.
+    `vouched`: for reading. Stores and removals are to be told while either is true.
     """
 
     def __init__(self, index: PrefixIndex, slot: int, chains: Chains, scheme: Callable[[], Scheme]) -> None:
@@ -173,7 +174,7 @@ class Voucher:
         self._index = index
         self._slot = slot
         self._chains = chains
-        self._vouched: dict[int, Tier] = {}
+        self.vouched: dict[int, Tier] = {}
         self._origins: dict[int, int] = {}  # parent that must be resident → the key above which its chain is unknown
         self._gone = _Recent(MAX_GONE, index.discard)
         self._epoch = 0
@@ -182,7 +183,7 @@ class Voucher:
 
     def __len__(self) -> int:
         """Blocks counted as resident on an inference alone."""
-        return len(self._vouched)
+        return len(self.vouched)
 
     def set_partial(self, partial: bool) -> None:
         if partial == self.partial:
@@ -195,25 +196,20 @@ class Voucher:
             self._origins = {}
 
     @property
-    def active(self) -> bool:
-        """Stores and removals are to be told."""
-        return self.partial or bool(self._vouched)
-
-    @property
     def mark(self) -> Mark:
         return Mark(self._epoch, self._removals)
 
     def clear(self) -> None:
         """The rank holds nothing, or nothing that is known."""
-        self._index.discard(self._vouched)
-        self._vouched, self._origins = {}, {}
+        self._index.discard(self.vouched)
+        self.vouched, self._origins = {}, {}
         self._gone.clear()
         self._epoch += 1
         self._full = False
 
     def storing(self, keys: Sequence[int], tier: Tier) -> None:
         """Before a store is counted: it takes the place of a vouched copy, which may have been the same one."""
-        vouched = self._vouched
+        vouched = self.vouched
         if vouched and not vouched.keys().isdisjoint(keys):
             known = [key for key in keys if vouched.get(key) == tier]
             for key in known:
@@ -223,7 +219,7 @@ class Voucher:
 
     def removed(self, keys: Sequence[int], tier: Tier | None) -> None:
         """Before a removal is counted. A vouched copy goes with a removal from any tier: where it lay was a guess."""
-        vouched = self._vouched
+        vouched = self.vouched
         if vouched and not vouched.keys().isdisjoint(keys):
             for key in keys:
                 held = vouched.pop(key, None)
@@ -286,5 +282,5 @@ class Voucher:
         refused = self._index.store(self._slot, tier, keys) if keys else 0
         self._full = self._full or refused > 0
         kept = keys[: len(keys) - refused]
-        self._vouched.update(dict.fromkeys(kept, tier))
+        self.vouched.update(dict.fromkeys(kept, tier))
         self.vouched_total += len(kept)

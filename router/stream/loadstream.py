@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import zmq
-
 from router.stream.sink import LoadSink
 from router.stream.subscription import Subscription
-
-RECEIVE_LIMIT = 100
 
 
 class LoadStream:
@@ -16,11 +12,11 @@ class LoadStream:
     `topic` must equal the topic frame. The sink is called on the event loop, only between `start` and `close`.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic: str, sink: LoadSink) -> None:
+    def __init__(self, endpoint: str, topic: str, sink: LoadSink) -> None:
         """`endpoint`: `tcp://host:port`."""
         self._sink = sink
         self._newest: bytes | None = None
-        self._subscription = Subscription(context, endpoint, topic, self, receive_limit=RECEIVE_LIMIT)
+        self._subscription = Subscription(endpoint, topic, self)
 
     def start(self) -> None:
         """Connect, and keep connecting for ever. Call it once, on the running loop."""
@@ -36,8 +32,9 @@ class LoadStream:
     def unlinked(self, why: str) -> None:
         """See `linked`."""
 
-    def message(self, seq: bytes, payload: bytes) -> None:
+    def message(self, seq: bytes, payload: bytes) -> bool:
         self._newest = payload
+        return False
 
     def rejected(self, why: str) -> None:
         self._sink.rejected(why)

@@ -105,11 +105,20 @@ class SequenceTracker:
             self._be("connecting", why)
         return self._flush()
 
+    def in_line(self, seq: int, payload: bytes) -> bool:
+        """A well-formed live message. True: it was the expected one, is counted as applied, and that is all. False:
+        nothing happened, `live` is to decide."""
+        if seq != self._next or self._held or self._recovery is not None or self._doubt:
+            return False
+        self._last_live = self.last_seq = seq
+        self._next = seq + 1
+        self._recent.add(seq, payload)
+        return True
+
     def live(self, seq: int, payload: bytes, now_s: float) -> Sequence[Action]:
         """A well-formed live message. `END_SEQ` says that the publisher ends (case 8)."""
-        if seq == self._next and not self._held and self._recovery is None and not self._doubt:
-            self._last_live = seq
-            return (self._take(seq, payload),)
+        if self.in_line(seq, payload):
+            return (Apply(seq, payload),)
         if seq == END_SEQ:
             self._ended()
         elif self._connected and (not self._duplicated or self._one_is_left(seq, now_s)):

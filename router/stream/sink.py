@@ -11,6 +11,9 @@ class RankSink(Protocol):
     def apply(self, seq: int, payload: bytes) -> None:
         """One batch, exactly once and in order: since the last `reset` the numbers have no hole."""
 
+    def rested(self) -> None:
+        """The turn of the event loop in which batches were given (or none) is over."""
+
     def reset(self, reason: str) -> None:
         """Whatever this rank was believed to hold is void."""
 

@@ -30,12 +30,9 @@ from router.stream.pump import running_pump
 from router.stream.replay import SEQ_BYTES, StreamLimits, decode_reply, encode_request
 from router.stream.sequence import SequenceTracker
 from router.stream.sink import RankSink
-from router.stream.sockets import LoopSocket
+from router.stream.sockets import Dealer
 from router.stream.subscription import Subscription
 
-RECEIVE_LIMIT = 256
-"""Messages that libzmq queues for a rank. It counts messages, not bytes, so that this, times the largest frame, is all
-that bounds the memory. As fast as 10,000: what does not fit waits at the publisher, whose own queue is long."""
 REPLAY_LIMIT = 10_000
 """Answers queued while a replay runs. A ROUTER drops what a slow reader leaves (engine contract, section 3)."""
 DRAIN_BATCHES = 16
@@ -69,7 +66,7 @@ class RankStream:
         self._tracker = SequenceTracker(
             endpoints.events, replay=endpoints.replay is not None, now_s=clock(), limits=limits
         )
-        self._subscription = Subscription(context, endpoints.events, topic, self, receive_limit=RECEIVE_LIMIT)
+        self._subscription = Subscription(endpoints.events, topic, self)
         self._asked: _ReplayAsk | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -104,11 +101,16 @@ class RankStream:
         self._do(self._tracker.disconnected(why, self._clock()))
         self._arm_timer()
 
-    def message(self, seq: bytes, payload: bytes) -> None:
+    def message(self, seq: bytes, payload: bytes) -> bool:
         if len(seq) != SEQ_BYTES:
             self._sink.rejected("seq")
-        else:
-            self._do(self._tracker.live(int.from_bytes(seq, "big"), payload, self._clock()))
+            return False
+        number = int.from_bytes(seq, "big")
+        if self._tracker.in_line(number, payload):
+            self._sink.apply(number, payload)
+            return False
+        self._do(self._tracker.live(number, payload, self._clock()))
+        return self._tracker.backlog
 
     def rejected(self, why: str) -> None:
         self._sink.rejected(why)
@@ -120,6 +122,7 @@ class RankStream:
         return True
 
     def rested(self) -> None:
+        self._sink.rested()
         self._arm_timer()
 
     # ---------------------------------------------------------------- incoming, from the replay socket and the timer
@@ -134,6 +137,7 @@ class RankStream:
 
     def replay_rested(self) -> None:
         """The answers at hand are dealt with: what they made ready can be handed out."""
+        self._sink.rested()
         self._arm_timer()
         if self._tracker.backlog:
             self._subscription.wake()
@@ -210,8 +214,8 @@ class _ReplayAsk:
         self._stream = stream
         self._ask = ask
         self._pump = pump = running_pump()
-        self._socket: LoopSocket | None = LoopSocket(
-            context, zmq.DEALER, endpoint, ipv6=ipv6, receive_limit=REPLAY_LIMIT, wake=lambda: pump.wake(self)
+        self._socket: Dealer | None = Dealer(
+            context, endpoint, ipv6=ipv6, receive_limit=REPLAY_LIMIT, wake=lambda: pump.wake(self)
         )
         self._socket.send(encode_request(start))
 

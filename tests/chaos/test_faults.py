@@ -109,15 +109,19 @@ async def test_every_request_ends_in_one_known_outcome(start_router: Start, caps
         for _ in range(REQUESTS // TOGETHER):
             seen[await one_request(port, chance)] += 1
 
+    async def requests_end(count: int) -> None:
+        wanted = seen.total() + count
+        await eventually(lambda: seen.total() >= wanted, "requests go on")
+
     async def outages() -> None:
-        """One engine after the other refuses connections for a while."""
+        """One engine after the other refuses connections while 30 requests end; 30 later it is the next one's turn."""
         while True:
             engine = chance.choice(engines)
             at = engine.port
             await engine.stop_listening()
-            await asyncio.sleep(0.15)
+            await requests_end(30)
             engine._server = await asyncio.start_server(engine._serve, "127.0.0.1", at)
-            await asyncio.sleep(0.15)
+            await requests_end(30)
 
     trouble = asyncio.create_task(outages())
     await asyncio.gather(*(crowd() for _ in range(TOGETHER)))

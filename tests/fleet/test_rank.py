@@ -87,6 +87,7 @@ class Bench:
     def raw(self, payload: bytes) -> None:
         self.seq += 1
         self.rank.apply(self.seq, payload)
+        self.rank.rested()
 
     def blocks(self) -> int:
         return self.rank.blocks().get("GPU", 0)
@@ -128,6 +129,18 @@ def test_only_live_batches_tell_the_lag_and_never_a_negative_one() -> None:
     bench.apply(chain(100), age_s=0.25)
     bench.apply(chain(200), age_s=-5.0)
     assert [seen[1] for seen in bench.observer.seen if seen[0] == "lag"] == [pytest.approx(0.25), 0.0]
+
+
+def test_batches_of_one_turn_are_told_together_with_the_oldest_ones_lag() -> None:
+    bench = Bench().live()
+    for first, age_s in ((1, 0.75), (100, 0.25)):
+        bench.rank.apply(first, msgspec.msgpack.encode([bench.wall_s - age_s, [chain(first)], 0]))
+    assert (bench.blocks(), bench.observer.seen, bench.rank.last_event_s) == (4, [], None)
+    bench.rank.rested()
+    assert bench.observer.seen == [("lag", pytest.approx(0.75)), ("stored", 0, 2)]
+    assert bench.rank.last_event_s == 100.0
+    bench.rank.rested()
+    assert len(bench.observer.seen) == 2
 
 
 @pytest.mark.parametrize(("says", "counted"), [(3, 0), (None, 0), (0, 1), (99, 1)])

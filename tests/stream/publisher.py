@@ -39,6 +39,9 @@ class Recorder:
     def apply(self, seq: int, payload: bytes) -> None:
         self.run.append((seq, payload))
 
+    def rested(self) -> None:
+        self.counted = len(self.run)
+
     def reset(self, reason: str) -> None:
         self.resets.append(reason)
         self.run = []

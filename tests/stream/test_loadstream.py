@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.stream.loadstream import LoadStream
-from tests.stream.conftest import Context
 from tests.stream.publisher import HOST, Publisher, Recorder, until
 
 
-async def test_the_newest_report_is_always_delivered(context: Context, publisher: Callable[..., Publisher]) -> None:
+async def test_the_newest_report_is_always_delivered(publisher: Callable[..., Publisher]) -> None:
     engine = publisher(topic=b"load")
     sink = Recorder()
-    stream = LoadStream(context, f"tcp://{HOST}:{engine.port}", "load", sink)
+    stream = LoadStream(f"tcp://{HOST}:{engine.port}", "load", sink)
     stream.start()
     await engine.wait_subscribed()
     for number in range(500):
@@ -27,10 +26,10 @@ async def test_the_newest_report_is_always_delivered(context: Context, publisher
     await stream.close()
 
 
-async def test_other_messages_are_counted_and_skipped(context: Context, publisher: Callable[..., Publisher]) -> None:
+async def test_other_messages_are_counted_and_skipped(publisher: Callable[..., Publisher]) -> None:
     engine = publisher(topic=b"load")
     sink = Recorder()
-    stream = LoadStream(context, f"tcp://{HOST}:{engine.port}", "load", sink)
+    stream = LoadStream(f"tcp://{HOST}:{engine.port}", "load", sink)
     stream.start()
     await engine.wait_subscribed()
     engine.pub.send_multipart([b"load"])
