@@ -11,9 +11,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from xxhash import xxh3_64_digest
 
@@ -24,8 +23,7 @@ _SALT_PREFIX = b"sglang-cache-salt-v1\0"
 _ROOT_PREFIX = b"kv-router root\0"
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(NamedTuple):  # and Namespace: as dictionary keys these are hashed several times a request
     """How one worker's blocks are keyed. `width`: tokens (pairs, if `bigram`) a block."""
 
     kind: HashKind
@@ -33,8 +31,7 @@ class Scheme:
     bigram: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamedTuple):
     """What keeps equal token ids in separate caches."""
 
     cache_salt: str | None = None
@@ -81,6 +78,17 @@ def prompt_keys(scheme: Scheme, ids: TokenIds, namespace: Namespace = NO_NAMESPA
 
 def block_bytes(scheme: Scheme) -> int:
     return scheme.width * (8 if scheme.bigram else 4)
+
+
+def full_blocks(scheme: Scheme, tokens: int) -> int:
+    """Blocks that so many tokens fill. A block of pairs also reads the first token behind it."""
+    return max(0, tokens - scheme.bigram) // scheme.width
+
+
+def block_units(scheme: Scheme, ids: TokenIds, first: int, end: int) -> bytes:
+    """What is hashed for the blocks from `first` up to `end`, the bytes of tokens or of pairs."""
+    units = ids[4 * first * scheme.width : 4 * (end * scheme.width + scheme.bigram)]
+    return bigrams(units) if scheme.bigram else units
 
 
 def bigrams(ids: TokenIds) -> TokenIds:

@@ -10,12 +10,12 @@ from router.hashing import (
     Namespace,
     Scheme,
     TokenIds,
-    bigrams,
-    block_bytes,
+    block_units,
     chain_digests,
     chain_root,
     creditable_blocks,
     digest_keys,
+    full_blocks,
     token_count,
 )
 from router.index.prefix import PrefixIndex
@@ -43,14 +43,13 @@ class FreshKeys:
         if state is None:
             yield None
             return
-        units = bigrams(self.ids) if scheme.bigram else self.ids
         keys: list[int] = []
-        for start in range(0, len(units), size := slice_blocks * block_bytes(scheme)):
-            digests = chain_digests(scheme, state, units[start : start + size])
-            if digests:
-                state = digests[-1]
-                keys += digest_keys(scheme, digests)
-            if start + size < len(units):
+        end = full_blocks(scheme, token_count(self.ids))
+        for first in range(0, end, slice_blocks):
+            digests = chain_digests(scheme, state, block_units(scheme, self.ids, first, min(first + slice_blocks, end)))
+            state = digests[-1]
+            keys += digest_keys(scheme, digests)
+            if first + slice_blocks < end:
                 yield []
         yield keys
 

@@ -69,6 +69,7 @@ class _Rank:
     account: RankLoad
     number: int
     credit_slot: int
+    anchor: int = 0
 
 
 class _Router:

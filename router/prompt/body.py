@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.errors import RouterError
+from router.prompt import large
 
 # More than any engine runs for one request; they keep a hostile number from overflowing a cost.
 MAX_COPIES = 4096
@@ -80,7 +82,7 @@ class _SamplingParams(msgspec.Struct, gc=False):
     max_new_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class RequestBody:
     """What routing reads from a body.
 
@@ -115,24 +117,14 @@ def present(raw: msgspec.Raw) -> bool:
 
 def plain(raw: msgspec.Raw) -> Any:
     """Python values of one field; None when absent. Raises ValueError (also for JSON nested too deep)."""
-    if raw is ABSENT:
-        return None
-    try:
-        return msgspec.json.decode(raw)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    except msgspec.DecodeError:
-        # Lone surrogates, NaN: Python's json (and so the engine's) takes what msgspec refuses.
-        try:
-            return json.loads(bytes(raw))
-        except RecursionError:
-            raise ValueError("nested too deep") from None
+    return None if raw is ABSENT else large.value(bytes(raw))
 
 
 def parse_body(path: str, raw: bytes) -> RequestBody:
     """Read a body. Raises RouterError("bad_json") when it is not one JSON object in UTF-8 (case 84), never for more.
 
     Takes any object an engine's own parser (Python's `json`) takes: NaN, a byte-order mark, the last of repeated keys.
+    A body over `large.LARGE_BYTES` is read in pieces and takes its time: call it in a thread.
     """
     fields = _fields(raw)
     odd: list[str] = []
@@ -187,15 +179,28 @@ _DECODER = msgspec.json.Decoder(Fields)
 
 def _fields(raw: bytes) -> Fields:
     try:
+        if len(raw) > large.LARGE_BYTES:
+            return _fields_in_pieces(raw)
         if not raw.isascii():
             raw.decode()  # msgspec skips over strings it does not build
         return _DECODER.decode(raw)
     except UnicodeDecodeError as error:
         raise RouterError("bad_json", f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except RecursionError:
+    except (RecursionError, large.TooDeep):
         raise RouterError("bad_json", "the body is nested too deep") from None
+    except large.BadJson as error:
+        raise RouterError("bad_json", f"the body is not JSON: {error}") from None
     except msgspec.DecodeError as error:
         return _fields_leniently(raw, str(error))
+
+
+def _fields_in_pieces(raw: bytes) -> Fields:
+    document = raw.removeprefix(codecs.BOM_UTF8).strip(b" \t\r\n")
+    found = large.read_object(document)
+    if document[:1] != b"{":
+        raise _not_an_object("array" if document[:1] == b"[" else "string")
+    names = Fields.__struct_fields__
+    return Fields(**{name: msgspec.Raw(part) for name, part in found.items() if name in names})
 
 
 def _fields_leniently(raw: bytes, refusal: str) -> Fields:
@@ -207,9 +212,13 @@ def _fields_leniently(raw: bytes, refusal: str) -> Fields:
     except ValueError:
         raise RouterError("bad_json", f"the body is not JSON: {refusal}") from None
     if not isinstance(value, dict):
-        raise RouterError("bad_json", f"the body is a JSON {_json_type(value)}; send an object") from None
+        raise _not_an_object(_json_type(value))
     names = Fields.__struct_fields__
     return Fields(**{name: msgspec.Raw(json.dumps(value[name]).encode()) for name in names if name in value})
+
+
+def _not_an_object(kind: str) -> RouterError:
+    return RouterError("bad_json", f"the body is a JSON {kind}; send an object")
 
 
 def _json_type(value: object) -> str:

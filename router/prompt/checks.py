@@ -32,7 +32,7 @@ CACHE_FAULTS = 3
 Key = tuple[Hashable, Features, ModelFacts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class Checked:
     """A prompt made here, with all it was made from."""
 
@@ -140,6 +140,12 @@ class PromptChecks:
 
     def forget(self, model: ModelFacts, source: ModelSource) -> None:
         self._verification.forget(rendering(model, source))
+
+    def forget_source(self, source: ModelSource) -> None:
+        """Its files changed: prompts of all engines that they are made for are to be compared again."""
+        for where in self._verification.renderings():
+            if isinstance(where, tuple) and where[0] == source:
+                self._verification.forget(where)
 
     def drift(self, model: ModelFacts, source: ModelSource) -> Difference | None:
         return self._verification.first_difference(rendering(model, source))

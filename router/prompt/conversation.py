@@ -4,6 +4,10 @@ A special token that the tokenizer matches before everything else is a hard boun
 changes the ids of the other. Rendered prompts are cut there, the pieces form a tree (piece after piece from the start),
 and the next turn walks the tree as far as its text is the same and has only the rest tokenised and hashed. Pieces are
 compared as text, never by a digest. A new piece is only kept after the cut was found again in the ids.
+
+A long message is cut between words as well, for prompts that share the start of one message (a document, then each
+time another question). Nothing in the ids shows such a cut, so a piece is only kept after its ids, made from it alone,
+were found to be the very ones that stand at its place in the ids of the whole.
 """
 
 from __future__ import annotations
@@ -21,19 +25,29 @@ from router.hashing import (
     Namespace,
     Scheme,
     TokenIds,
-    block_bytes,
+    block_units,
     chain_digests,
     chain_root,
     digest_keys,
+    full_blocks,
     pack_ids,
-    prompt_keys,
+    token_count,
 )
 
 MAX_PIECES = 4096  # of one prompt; text behind the last cut is one piece
+LONG_PIECE_CHARS = 4096  # a longer piece is cut between two words
+SOFT_FAULTS = 4  # cuts between words that changed ids, after which none are made any more
 MIN_PIECE_CHARS = 256  # a shorter piece is not worth its place: it stays with the next one
+PIECES_AT_ONCE = 1024  # whose block keys are kept between two yields
+STRETCH_CHARS = 65_536
 _PIECE_BYTES = 620  # what a piece costs beside its text and ids, measured: two dict entries, four objects
 _CHAIN_BYTES = 360
 _numbers = count(1)
+
+_BETWEEN_WORDS = re.compile(r"\w(?= \w)")
+_OVERLAP_CHARS = 128
+_SOFT = b""
+"""Stands first among the marks of a piece that begins between two words."""
 
 Encode = Callable[[str, bool], TokenIds]
 _ChainKey = tuple[Scheme, Namespace]
@@ -55,31 +69,60 @@ class Boundaries:
         """`tokens`: every added token matched on the raw text (`normalized` false), soft ones too: they may cover a
         hard one. Leftmost match, then longest, as the tokenizer's own search."""
         texts = sorted((token.text for token in tokens), key=lambda text: -len(text))
+        self._longest = len(texts[0])
         shared = _shared_start(texts)  # ahead of the choice, where the search is fastest
         self._find = re.compile(re.escape(shared) + "(?:" + "|".join(re.escape(t[len(shared) :]) for t in texts) + ")")
         self._ids = {token.text: pack_ids([token.id]) for token in tokens if token.hard}
         self.root = next(_numbers)
         """The number all of this tokenizer's conversations start from."""
+        self.between_words = False
+        """Long pieces may be cut between words. Set once that was seen to be harmless."""
+        self.soft_faults = 0
 
     def cut(self, text: str) -> tuple[list[str], list[list[TokenIds]]]:
-        """(pieces, the hard tokens' ids in each, in order). Every piece but perhaps the first begins with one of them.
-        Where a text is cut depends only on what is before the cut."""
+        """(pieces, the hard tokens' ids in each, in order). Every piece but perhaps the first begins with one of them,
+        or between two words: then its first mark is empty. Where a text is cut depends only on what is before the cut
+        and the next two characters."""
         starts: list[int] = [0]
         marks: list[list[TokenIds]] = [[]]
         next_cut = 1
-        for match in self._find.finditer(text):
+        for match in self._matches(text):
             mark = self._ids.get(match.group())
             if mark is None:
                 continue
             start = match.start()
+            if start - starts[-1] > LONG_PIECE_CHARS:
+                self._cut_softly(text, start, starts, marks)
+                next_cut = max(next_cut, starts[-1] + MIN_PIECE_CHARS)
             if start >= next_cut and len(starts) < MAX_PIECES:
                 starts.append(start)
                 marks.append([mark])
                 next_cut = start + MIN_PIECE_CHARS
             else:
                 marks[-1].append(mark)
+        self._cut_softly(text, len(text), starts, marks)
         starts.append(len(text))
         return [text[start:end] for start, end in pairwise(starts)], marks
+
+    def _cut_softly(self, text: str, end: int, starts: list[int], marks: list[list[TokenIds]]) -> None:
+        while self.between_words and end - starts[-1] > LONG_PIECE_CHARS and len(starts) < MAX_PIECES:
+            found = _BETWEEN_WORDS.search(text, starts[-1] + LONG_PIECE_CHARS, end)
+            if found is None:
+                return
+            starts.append(found.end())
+            marks.append([_SOFT])
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """As `finditer`, which searches a text of millions of characters in one call."""
+        at = 0
+        while at < len(text):
+            end = at + STRETCH_CHARS
+            for match in self._find.finditer(text, at, end + self._longest):
+                if match.start() >= end:
+                    break
+                yield match
+                at = match.end()
+            at = max(at, end)
 
 
 def _shared_start(texts: Sequence[str]) -> str:
@@ -103,29 +146,71 @@ def find_boundaries(tokens: Sequence[HardToken], encode: Encode, probes: Sequenc
             text = left + token.text + far + other.text + token.text + left
             pieces, marks = boundaries.cut(text)
             ids = encode(text, False)
-            offsets = _offsets(ids, marks)
+            offsets = _offsets(ids, pieces, marks, encode)
             if offsets is None or ids != b"".join(encode(piece, False) for piece in pieces):
                 return None
+    boundaries.between_words = True
+    sides = [(left, right) for pair in pairwise(probes) for left, right in (pair, pair[::-1])]
+    if not all(_cuts_between(left, right, boundaries, encode) for left, right in sides):
+        boundaries.between_words = False
     return boundaries
 
 
-def _offsets(ids: TokenIds, marks: Sequence[Sequence[TokenIds]]) -> list[int] | None:
-    """Where each piece starts in `ids`, in bytes; None when its hard tokens are not all there in this order."""
+def _cuts_between(left: str, right: str, boundaries: Boundaries, encode: Encode) -> bool:
+    """Whether every cut between two words of these texts leaves the ids as they are."""
+    text = f"{left} {right}"
+    for cut in _BETWEEN_WORDS.finditer(text):
+        if encode(text[: cut.end()], False) + encode(text[cut.end() :], False) != encode(text, False):
+            return False
+    return True
+
+
+def _offsets(
+    ids: TokenIds, texts: Sequence[str], marks: Sequence[Sequence[TokenIds]], encode: Encode
+) -> list[int] | None:
+    """Where each piece starts in `ids`, in bytes; None when its hard tokens are not all there in this order. Raises
+    SoftCut when the ids of a piece alone are not those at its place, although it ends between two words."""
     found: list[int] = []
     at = 0
-    for piece in marks:
-        if not piece:  # only the first piece of a text has none
+    for number, piece in enumerate(marks):
+        if number == 0 and piece[:1] in ([], [_SOFT]):  # a text's first piece need not begin with a hard token
             found.append(0)
-        for number, mark in enumerate(piece):
-            at = ids.find(mark, at)
-            while at % 4 and at >= 0:  # the same bytes across two tokens
-                at = ids.find(mark, at + 1)
+        elif piece[0] == _SOFT:
+            own = encode(texts[number - 1], False)
+            if not ids.startswith(own, found[-1]):
+                raise SoftCut
+            at = found[-1] + len(own)
+            found.append(at)
+        for mark in piece:
+            if mark == _SOFT:
+                continue
+            at = _find_id(ids, mark, at)
             if at < 0:
                 return None
-            if number == 0:
+            if len(found) == number:
                 found.append(at)
             at += 4
     return found
+
+
+def _find_id(ids: TokenIds, mark: TokenIds, at: int) -> int:
+    """The first place at or behind `at` where this id stands; -1 for none.
+
+    Most ids end in zero bytes, at which a plain search stops everywhere; behind the zero byte that ends the id before
+    it, the part of the mark without its zeros is rare.
+    """
+    if ids.startswith(mark, at):
+        return at
+    rare = b"\0" + mark.rstrip(b"\0")
+    while True:
+        at = ids.find(rare, at)
+        if at < 0 or (at % 4 == 3 and ids.startswith(mark, at + 1)):
+            return at if at < 0 else at + 1
+        at += 1
+
+
+class SoftCut(Exception):
+    """A cut between two words changed the ids: the tokenizer joins what is on its two sides."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,8 +242,8 @@ class CachedPrompt:
         """Works out the keys of every full block, at most `slice_blocks` new ones between two yields. Yields an empty
         list while there is more to do, at last the keys: what `prompt_keys` would give."""
         state = chain_root(scheme, namespace)
-        if state is None or scheme.bigram:  # a pair reaches over a piece's end
-            yield None if state is None else prompt_keys(scheme, self._ids, namespace)
+        if state is None:
+            yield None
             return
         key = (scheme, namespace)
         keys = array("q")
@@ -170,34 +255,31 @@ class CachedPrompt:
             keys.extend(chain[0])
             state = chain[1]
             known += 1
-        size = block_bytes(scheme)
-        start, end = len(keys), len(self._ids) // size
+        start, end = len(keys), full_blocks(scheme, token_count(self._ids))
         last = state
         digests: list[bytes] = []
         fresh = array("q")
         while start + len(digests) < end:
             at = start + len(digests)
-            made = chain_digests(scheme, last, self._ids[at * size : min(at + slice_blocks, end) * size])
+            made = chain_digests(scheme, last, block_units(scheme, self._ids, at, min(at + slice_blocks, end)))
             fresh.extend(digest_keys(scheme, made))
             digests += made
             last = made[-1]
             if start + len(digests) < end:
                 yield []
-        self._keep(key, known, state, start, fresh, digests)
+        done = 0
+        for first in range(known, len(self._pieces), PIECES_AT_ONCE):
+            if first > known:
+                yield []
+            for piece in self._pieces[first : first + PIECES_AT_ONCE]:
+                blocks = full_blocks(scheme, piece.tokens_end) - start
+                if blocks > done:
+                    state = digests[blocks - 1]
+                piece.chains[key] = (fresh[done:blocks], state)
+                self._cache.grew(piece, _CHAIN_BYTES + 8 * (blocks - done))
+                done = blocks
         keys.extend(fresh)
         yield keys.tolist()
-
-    def _keep(
-        self, key: _ChainKey, known: int, state: bytes, start: int, fresh: array[int], digests: list[bytes]
-    ) -> None:
-        done = start
-        for piece in self._pieces[known:]:
-            blocks = piece.tokens_end // key[0].width
-            if blocks > done:
-                state = digests[blocks - start - 1]
-            piece.chains[key] = (fresh[done - start : blocks - start], state)
-            self._cache.grew(piece, _CHAIN_BYTES + 8 * (blocks - done))
-            done = blocks
 
 
 class ConversationCache:
@@ -224,12 +306,17 @@ class ConversationCache:
             ids = b"".join([piece.ids for piece in found])
             return ids, CachedPrompt(self, found, ids, len(ids) // 4)
         known = len(found)
-        tail = encode("".join(texts[known:]) if known else text, False)
-        offsets = _offsets(tail, marks[known:])
+        try:
+            tail = self._tail(found, texts, marks, encode)
+            offsets = _offsets(tail, texts[known:], marks[known:], encode)
+        except SoftCut:
+            offsets = None
+            boundaries.soft_faults += 1
+            boundaries.between_words = boundaries.soft_faults < SOFT_FAULTS
         if offsets is None or offsets[0]:
             with self._lock:
                 self.refused += 1
-            return (tail if not known else encode(text, False)), None
+            return encode(text, False), None
         head = b"".join([piece.ids for piece in found])
         offsets.append(len(tail))
         with self._lock:
@@ -248,6 +335,20 @@ class ConversationCache:
             self._evict()
         ids = head + tail
         return ids, CachedPrompt(self, found, ids, len(head) // 4)
+
+    def _tail(self, found: list[_Piece], texts: list[str], marks: list[list[TokenIds]], encode: Encode) -> TokenIds:
+        """Ids of what follows the known pieces. Between two words the last of the known ones are made again with it, to
+        see that nothing joins over the cut. Raises SoftCut."""
+        new = "".join(texts[len(found) :])
+        if not found or marks[len(found)][:1] != [_SOFT]:
+            return encode(new, False)
+        before = found[-1]
+        word = _BETWEEN_WORDS.search(before.key[1], max(0, len(before.key[1]) - _OVERLAP_CHARS))
+        overlap = before.key[1][word.end() if word is not None else 0 :]
+        known, both = encode(overlap, False), encode(overlap + new, False)
+        if not before.ids.endswith(known) or not both.startswith(known):
+            raise SoftCut
+        return both[len(known) :]
 
     def _walk(self, root: int, texts: list[str]) -> list[_Piece]:
         found: list[_Piece] = []

@@ -7,16 +7,18 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from router.hashing import TokenIds, pack_ids
-from router.prompt.body import RequestBody, present
+from router.hashing import TokenIds
+from router.prompt.body import ABSENT, RequestBody, present
 from router.prompt.converted import Unsupported
-from router.prompt.forms import PromptForm
+from router.prompt.forms import PromptForm, read_ids
+from router.prompt.large import LARGE_BYTES
 from router.prompt.local import as_chat
 from router.prompt.models import ModelFacts
 from router.prompt.tools import Refused
 
 DEADLINE_S = 0.25  # a prompt's ids are worth less than this much of its first token's time
 MAX_ASKING = 32
+MAX_ASKED_BYTES = 1_048_576  # a longer body is not answered within the deadline anyway
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 60.0
 
@@ -32,21 +34,36 @@ class AskRefused(Exception):
 
 
 class _Answer(msgspec.Struct):
-    tokens: list[int]
+    """`tokens` of a tokenize route, `token_ids` of a render route; `features` are those of images and audio."""
+
+    tokens: msgspec.Raw = ABSENT
+    token_ids: msgspec.Raw = ABSENT
+    features: msgspec.Raw = ABSENT
+
+
+def _answered(raw: bytes) -> TokenIds:
+    """Empty where equal ids may stand for different images (case 42). Raises ValueError for what is no answer."""
+    answer = msgspec.json.decode(raw, type=_Answer)
+    if present(answer.features):
+        return b""
+    return read_ids(bytes(answer.tokens if answer.tokens is not ABSENT else answer.token_ids))
 
 
 Question = tuple[str, bytes]
 
 
 def tokenize_request(body: RequestBody, form: PromptForm, engine: str) -> Question | None:
-    """(path, JSON) that asks for the first prompt's ids; None where the engine has no such route.
+    """(path, JSON) that asks for the first prompt's ids (vLLM 0.32 renders /v1/messages and /v1/responses at …/render,
+    with --enable-scale-out); None where the engine has no such route, or for a long body.
 
     Leaves out `stream` (501 in SGLang) and SGLang's `add_generation_prompt` (tokenize obeys it, chat does not).
     """
-    if engine not in ("sglang", "vllm"):
+    if engine not in ("sglang", "vllm") or len(body.raw) > MAX_ASKED_BYTES:
         return None
     path = "/v1/tokenize" if engine == "sglang" else "/tokenize"
     fields: dict[str, object] = {}
+    if form.kind == "rendered":
+        return body.path + "/render", body.raw
     if form.kind == "chat":
         try:
             body = as_chat(body)
@@ -67,8 +84,8 @@ def tokenize_request(body: RequestBody, form: PromptForm, engine: str) -> Questi
 
 
 class EngineTokenizer:
-    """At most `max_asking` questions at once, each with a deadline; a model whose engines fail to answer is left alone
-    for a while, longer each time."""
+    """At most `max_asking` questions at once, each with a deadline; a model whose engines fail to answer on a route is
+    not asked there for a while, longer each time."""
 
     def __init__(
         self,
@@ -83,11 +100,13 @@ class EngineTokenizer:
         self._max_asking = max_asking
         self._clock = clock
         self._asking = 0
-        self._pauses: dict[tuple[str, ...], tuple[float, float]] = {}  # names → (until_s, length_s)
+        # (names, path) → (until_s, length_s): a server without one of the routes may have the others
+        self._pauses: dict[tuple[tuple[str, ...], str], tuple[float, float]] = {}
 
     async def ids(self, model: ModelFacts, question: Question) -> TokenIds | str:
         """The ids, or the reason there are none: ask_busy, ask_paused, ask_refused, ask_failed."""
-        until_s, pause_s = self._pauses.get(model.names, (0.0, 0.0))
+        asked = model.names, question[0]
+        until_s, pause_s = self._pauses.get(asked, (0.0, 0.0))
         if self._clock() < until_s:
             return "ask_paused"
         if self._asking >= self._max_asking:
@@ -96,14 +115,14 @@ class EngineTokenizer:
         try:
             async with asyncio.timeout(self._deadline_s):
                 answer = await self._ask(model, *question)
-            ids = pack_ids(msgspec.json.decode(answer, type=_Answer).tokens)
+            ids = _answered(answer) if len(answer) <= LARGE_BYTES else await asyncio.to_thread(_answered, answer)
         except AskRefused:
             return "ask_refused"
         except Exception:  # the injected call's failures are its own; each only costs this prompt its ids
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
-            self._pauses[model.names] = (self._clock() + pause_s, pause_s)
+            self._pauses[asked] = (self._clock() + pause_s, pause_s)
             return "ask_failed"
         finally:
             self._asking -= 1
-        self._pauses.pop(model.names, None)
+        self._pauses.pop(asked, None)
         return ids or "ask_empty"

@@ -8,10 +8,11 @@ from typing import Literal
 import msgspec
 
 from router.hashing import TokenIds, pack_ids, token_count
+from router.prompt import large
 from router.prompt.body import RequestBody, present
 from router.prompt.converted import MESSAGES, RESPONSES
 
-SLICE_BYTES = 65_536
+_MAX_STEP = 65_536
 CHARS_PER_TOKEN = 4  # the estimate where no tokenizer answers
 
 CHAT = "/v1/chat/completions"
@@ -20,9 +21,9 @@ GENERATE = "/generate"
 TOKENIZE = "/v1/tokenize"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class PromptForm:
-    """What the body asks the engine to prefill.
+    """What the body asks the engine to prefill. "rendered": as "chat", by rules that only the engine knows.
 
     A batch is routed by its FIRST prompt: `ids` or `text` is that one, `prompts` how many there are. `rest_tokens` is
     exact when they came as ids; `rest_chars` is characters when they came as text. `ids` is None for ids no engine can
@@ -30,7 +31,7 @@ class PromptForm:
     from characters where that is all there is.
     """
 
-    kind: Literal["ids", "text", "chat", "none"]
+    kind: Literal["ids", "text", "chat", "rendered", "none"]
     reason: str = ""
     ids: TokenIds | None = None
     text: str | None = None
@@ -42,7 +43,8 @@ class PromptForm:
 
 
 def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
-    """Never raises: what cannot be understood is kind "none" with a reason, and is routed by load."""
+    """Never raises: what cannot be understood is kind "none" with a reason, and is routed by load. A body over
+    `large.LARGE_BYTES` takes its time: call it in a thread."""
     fields = body.fields
     if body.path == CHAT or (body.path == TOKENIZE and present(fields.messages)):
         if present(fields.input_ids) and engine != "vllm":  # SGLang: replaces the rendered prompt (fact 14)
@@ -59,8 +61,9 @@ def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
         if present(fields.input_embeds):
             return PromptForm("none", "embeds", estimate_tokens=_size(fields.input_embeds) // CHARS_PER_TOKEN)
         return _prompt(given[0])
-    if body.path in (MESSAGES, RESPONSES) and engine == "sglang":
-        return PromptForm("chat", estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
+    if body.path in (MESSAGES, RESPONSES) and engine in ("sglang", "vllm"):
+        kind: Literal["chat", "rendered"] = "chat" if engine == "sglang" else "rendered"
+        return PromptForm(kind, estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
     return PromptForm("none", "route", estimate_tokens=len(body.raw) // CHARS_PER_TOKEN)
 
 
@@ -73,9 +76,7 @@ def _prompt(raw: msgspec.Raw) -> PromptForm:
     if not present(raw):
         return PromptForm("none", "no_prompt")
     opening = _opening(raw)
-    if opening == b'"':
-        return _texts(b"[" + bytes(raw) + b"]")
-    if opening == b'["':
+    if opening in (b'"', b'["'):
         return _texts(bytes(raw))
     if opening == b"[]":
         return PromptForm("none", "empty")
@@ -89,30 +90,37 @@ def _opening(raw: msgspec.Raw) -> bytes:
 
 
 def _texts(raw: bytes) -> PromptForm:
+    """A text, or an array that begins with one."""
     try:
-        texts = msgspec.json.decode(raw, type=list[str])
-    except msgspec.DecodeError:
+        texts = [large.text(raw)] if raw[:1] == b'"' else _batch(raw)
+    except (msgspec.DecodeError, ValueError):
         # A lone surrogate, or a batch of mixed types: no engine tokenises either.
         return PromptForm("none", "prompt_form", estimate_tokens=len(raw) // CHARS_PER_TOKEN)
-    rest = sum(map(len, texts[1:]))
+    rest = sum(len(text) for text in texts) - len(texts[0])
     estimate = (len(texts[0]) + rest) // CHARS_PER_TOKEN
     if not texts[0]:
         return PromptForm("none", "empty", prompts=len(texts), rest_chars=rest, estimate_tokens=estimate)
     return PromptForm("text", text=texts[0], prompts=len(texts), rest_chars=rest, estimate_tokens=estimate)
 
 
+def _batch(raw: bytes) -> list[str]:
+    if len(raw) <= large.LARGE_BYTES:
+        return msgspec.json.decode(raw, type=list[str])
+    texts = large.value(raw)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a batch of mixed types")
+    return list(texts)
+
+
 def _ids(raw: msgspec.Raw) -> PromptForm:
     """Flat ids are one prompt, nested ids a batch. A bool or a float is not an id, nor is anything outside u32."""
     try:
-        if _opening(raw) == b"[[":
-            prompts = [pack_ids(prompt) for prompt in msgspec.json.decode(raw, type=list[list[int]])]
-        else:
-            prompts = [_flat(bytes(raw))]
+        prompts = _nested(bytes(raw)) if _opening(raw) == b"[[" else [read_ids(bytes(raw))]
     except (msgspec.DecodeError, ValueError, RecursionError):
         return PromptForm("none", "odd_ids", estimate_tokens=_size(raw))
     first = prompts[0]
     rest = sum(map(token_count, prompts[1:]))
-    highest = max((max(memoryview(prompt).cast("I")) for prompt in prompts if prompt), default=None)
+    highest = max((_highest(ids) for ids in prompts if ids), default=None)
     if not first:
         return PromptForm("none", "empty", prompts=len(prompts), rest_tokens=rest, estimate_tokens=rest, max_id=highest)
     return PromptForm(
@@ -125,15 +133,28 @@ def _ids(raw: msgspec.Raw) -> PromptForm:
     )
 
 
-def _flat(raw: bytes) -> TokenIds:
-    """A JSON array of ids, read in slices: one call for a million ids would stop every thread for 15 ms."""
-    text = raw.strip()
-    if len(text) <= SLICE_BYTES or text[:1] != b"[" or text[-1:] != b"]":
+def _nested(raw: bytes) -> list[TokenIds]:
+    if len(raw) <= large.LARGE_BYTES:
+        return [pack_ids(prompt) for prompt in msgspec.json.decode(raw, type=list[list[int]])]
+    prompts: list[TokenIds] = []
+    parts: list[TokenIds] = []
+    for goes_on, ids in large.id_lists(raw):
+        if parts and not goes_on:
+            prompts.append(b"".join(parts))
+            parts = []
+        parts.append(pack_ids(ids))
+    return [*prompts, b"".join(parts)]
+
+
+def read_ids(raw: bytes) -> TokenIds:
+    """A JSON array of ids, read in slices. Raises ValueError or msgspec.DecodeError when it is something else."""
+    text, size = raw.strip(), large.PIECE_BYTES
+    if len(text) <= size or text[:1] != b"[" or text[-1:] != b"]":
         return pack_ids(msgspec.json.decode(text, type=list[int]))
     packed: list[TokenIds] = []
     at, end = 1, len(text) - 1
     while at <= end:
-        comma = text.rfind(b",", at, at + SLICE_BYTES) if end - at > SLICE_BYTES else end
+        comma = text.rfind(b",", at, at + size) if end - at > size else end
         if comma < 0:
             raise ValueError("one id longer than a slice")
         packed.append(pack_ids(msgspec.json.decode(b"[" + text[at:comma] + b"]", type=list[int])))
@@ -141,3 +162,7 @@ def _flat(raw: bytes) -> TokenIds:
         if not packed[-1]:
             raise ValueError("an id is missing")
     return b"".join(packed)
+
+
+def _highest(ids: TokenIds) -> int:
+    return max([max(memoryview(ids[at : at + _MAX_STEP]).cast("I")) for at in range(0, len(ids), _MAX_STEP)])

@@ -24,6 +24,7 @@ from router.prompt.verify import Features
 from router.prompt.vllm_chat import render_vllm_chat
 
 _MEDIA_MARK = "\ue000media\ue000"  # stands where the first image, audio or video is, and is cut off with the rest
+WORTH_KEEPING_CHARS = 512  # a shorter prompt is tokenised again in less time than it takes to look it up
 _SAFE_END = re.compile(r"\w(?= \w)")  # between two words no tokenizer joins anything
 
 
@@ -36,7 +37,7 @@ class NoIds(Exception):
         self.ask_engine = ask_engine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class LocalPrompt:
     """`partial`: the ids end somewhere before the first media item. `cached` knows block keys of earlier turns."""
 
@@ -116,7 +117,7 @@ def _chat_prompt(
 
 
 def _encode(text: str, tokenizer: Tokenizer, cache: ConversationCache | None) -> tuple[TokenIds, CachedPrompt | None]:
-    if cache is None or tokenizer.boundaries is None:
+    if cache is None or tokenizer.boundaries is None or len(text) < WORTH_KEEPING_CHARS:
         return tokenizer.encode(text, False), None
     return cache.encode(text, tokenizer.boundaries, tokenizer.encode)
 

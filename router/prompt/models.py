@@ -1,13 +1,11 @@
-"""The tokenizer and chat template of each model: loaded once, off the event loop; a failed load waits for its retry."""
+"""What one model's prompts are made with: tokenizer and chat template, from the folder its engines name."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
-import time
+import os
+import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,9 +15,7 @@ from router.contract.server_info import ServerInfo
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tokenizer import Tokenizer, TokenizerUnusable, load_tokenizer, read_tokenizer_config, warm_up
 
-MAX_MODELS = 64  # loaded folders; a fleet of more models asks its engines for the rest
-FIRST_RETRY_S = 5.0
-LAST_RETRY_S = 300.0
+MAX_MADE = 4096
 
 # Architectures whose prompts an engine builds in Python, whatever the template says (contract 6.6).
 _PYTHON_RENDERED = {
@@ -28,6 +24,8 @@ _PYTHON_RENDERED = {
 }
 
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _OTHER_ENCODERS = ("vision_config", "audio_config", "thinker_config", "vision_tower", "mm_projector_type")
 
 
@@ -49,7 +47,11 @@ class ModelFacts:
 
     @classmethod
     def from_server_info(cls, info: ServerInfo) -> ModelFacts:
-        return cls(
+        """The same object for the same `info`: this is asked several times a request."""
+        known = _MADE.get(id(info))
+        if known is not None and known[0] is info:
+            return known[1]
+        facts = cls(
             engine=info.engine,
             version=info.version,
             names=tuple(name for name in info.model_names if name not in info.adapters),
@@ -58,6 +60,13 @@ class ModelFacts:
             default_kwargs=info.default_chat_template_kwargs,
             adapters=info.adapters,
         )
+        if len(_MADE) >= MAX_MADE:
+            _MADE.clear()
+        _MADE[id(info)] = info, facts
+        return facts
+
+
+_MADE: dict[int, tuple[ServerInfo, ModelFacts]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +93,46 @@ class ModelSource:
     engine_template: str | None = None
 
 
-def load_model(source: ModelSource, now: Callable[[], datetime]) -> ModelFiles:
-    """Blocking, 0.8–2.7 s for a large vocabulary. Raises TokenizerUnusable."""
+def folder_of(source: ModelSource) -> Path:
+    """The folder, or for a hub name (`Qwen/Qwen3-0.6B`) the Hugging Face cache's copy of its main revision when this
+    machine has one. Nothing is ever downloaded."""
     folder = Path(source.folder)
+    if folder.is_absolute() or folder.is_dir() or not _HUB_NAME.fullmatch(source.folder):
+        return folder
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    model = cache / f"models--{source.folder.replace('/', '--')}"
+    try:
+        return model / "snapshots" / (model / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return folder
+
+
+Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+def files_stamp(source: ModelSource) -> Stamp:
+    """Changes when a file that `load_model` reads does. Blocking: the folder may be on a network."""
+    folder = folder_of(source)
+    paths = [folder / name for name in _FILES]
+    paths += [Path(path) for path in (source.template, source.engine_template) if path is not None]
+    found: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            known = os.stat(path)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((known.st_ino, known.st_size, known.st_mtime_ns))
+    return tuple(found)
+
+
+def load_model(source: ModelSource, now: Callable[[], datetime], *, fast_wanted: bool = True) -> ModelFiles:
+    """Blocking, 0.8–2.7 s for a large vocabulary. Raises TokenizerUnusable."""
+    folder = folder_of(source)
     if not (folder / "tokenizer.json").is_file():
-        raise TokenizerUnusable(f"no tokenizer.json in {folder}")
-    tokenizer = load_tokenizer(folder)
+        raise TokenizerUnusable(_no_tokenizer(folder))
+    tokenizer = load_tokenizer(folder, fast_wanted=fast_wanted)
     warm_up(tokenizer)
     config = _read_config(folder)
     vocab, multimodal = _vocab_size(config, tokenizer), any(name in config for name in _OTHER_ENCODERS)
@@ -98,6 +141,18 @@ def load_model(source: ModelSource, now: Callable[[], datetime]) -> ModelFiles:
         return ModelFiles(tokenizer, ChatTemplate(text, tokenizer.specials, now), "", vocab, multimodal)
     except TemplateFailure as error:
         return ModelFiles(tokenizer, None, str(error), vocab, multimodal)
+
+
+def _no_tokenizer(folder: Path) -> str:
+    """Why there is no tokenizer.json, and what to do."""
+    if not folder.is_dir():
+        advice = "set tokenizer.path to a copy of the model's tokenizer files"
+        if _HUB_NAME.fullmatch(str(folder)):
+            return f"{folder} is no folder here and not in the Hugging Face cache; nothing is downloaded: {advice}"
+        return f"there is no folder {folder} on this machine: {advice}"
+    if any(folder.glob("*.tiktoken")) or (folder / "tokenizer.model").is_file():
+        return f"no tokenizer.json in {folder}, only a tokenizer of another kind, which the router does not read"
+    return f"no tokenizer.json in {folder}: is it the model's folder?"
 
 
 def _vocab_size(config: Mapping[str, Any], tokenizer: Tokenizer) -> int | None:
@@ -152,75 +207,3 @@ def _python_rendered(folder: Path, engine: str) -> str:
     names = _read_config(folder).get("architectures")
     first = str(names[0]) if isinstance(names, list) and names else ""
     return first if any(known in first for known in _PYTHON_RENDERED.get(engine, ())) else ""
-
-
-@dataclass(slots=True)
-class _Entry:
-    files: ModelFiles | None = None
-    problem: str = "loading"
-    loading: asyncio.Task[None] | None = None
-    failures: int = 0
-    retry_at_s: float = 0.0
-
-
-class ModelStore:
-    """Loaded models by source. `get` never waits; the first call for a source starts its one load (case 44)."""
-
-    def __init__(
-        self,
-        load: Callable[[ModelSource], ModelFiles] | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = datetime.now,
-    ) -> None:
-        self._load = load or functools.partial(load_model, now=now)
-        self._clock = clock
-        self._entries: dict[ModelSource, _Entry] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
-
-    def get(self, source: ModelSource) -> ModelFiles | None:
-        """The model's files, or None while they load, failed to, or there are too many models; `problem` says which."""
-        entry = self._entries.get(source)
-        if entry is None:
-            if len(self._entries) >= MAX_MODELS:
-                return None
-            entry = self._entries[source] = _Entry()
-        if entry.files is None and entry.loading is None and self._clock() >= entry.retry_at_s:
-            entry.loading = asyncio.get_running_loop().create_task(self._fill(source, entry))
-        return entry.files
-
-    async def wait(self, source: ModelSource) -> ModelFiles | None:
-        """As `get`, once the load in progress is over."""
-        files = self.get(source)
-        entry = self._entries.get(source)
-        if entry is not None and entry.loading is not None:
-            await asyncio.shield(entry.loading)
-            return entry.files
-        return files
-
-    def problem(self, source: ModelSource) -> str:
-        """Why `get` gave None: "loading", or the failure in words."""
-        entry = self._entries.get(source)
-        return entry.problem if entry is not None else f"over {MAX_MODELS} models"
-
-    def loaded(self) -> dict[str, str]:
-        """Folder → the backend that serves it, or what is wrong with it."""
-        return {s.folder: e.files.tokenizer.backend if e.files else e.problem for s, e in self._entries.items()}
-
-    async def _fill(self, source: ModelSource, entry: _Entry) -> None:
-        try:
-            entry.files = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, source)
-            entry.problem = entry.files.template_problem
-        except Exception as error:  # a damaged file raises whatever its parser raises; none may kill routing
-            entry.failures += 1
-            entry.problem = str(error) or type(error).__name__
-            entry.retry_at_s = self._clock() + min(FIRST_RETRY_S * 2 ** (entry.failures - 1), LAST_RETRY_S)
-        finally:
-            entry.loading = None
-
-    async def close(self) -> None:
-        loads = [entry.loading for entry in self._entries.values() if entry.loading is not None]
-        for load in loads:
-            load.cancel()
-        await asyncio.gather(*loads, return_exceptions=True)
-        self._thread.shutdown(wait=False, cancel_futures=True)

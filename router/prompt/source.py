@@ -7,35 +7,36 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
 from router.config.schema import TokenizerConfig
 from router.errors import RouterError
 from router.hashing import Namespace, TokenIds, token_count
-from router.prompt.body import RequestBody
+from router.prompt.body import RequestBody, parse_body
 from router.prompt.checks import Checked, PromptChecks
 from router.prompt.conversation import CachedPrompt, ConversationCache
 from router.prompt.engine import EngineTokenizer, tokenize_request
 from router.prompt.forms import PromptForm, prompt_form
 from router.prompt.forward import may_forward
+from router.prompt.large import LARGE_BYTES
 from router.prompt.local import LocalPrompt, NoIds, local_prompt
-from router.prompt.models import ModelFacts, ModelFiles, ModelSource, ModelStore
+from router.prompt.models import ModelFacts, ModelFiles, ModelSource
+from router.prompt.store import ModelStore
 from router.prompt.verify import Difference
 
 Ask = Callable[[ModelFacts, str, bytes], Awaitable[bytes]]
 Count = Callable[[str, str], None]
 
-INLINE_BYTES = {"fastokens": 16_384, "tokenizers": 2_048}  # bodies this small cost less than a hop to a thread
-INLINE_FORM_BYTES = 262_144
+INLINE_BYTES = {"fastokens": 65_536, "tokenizers": 2_048}  # up to 0.6 ms; a hop to a thread costs 0.15
 ENCODE_THREADS = 2
 MAX_QUEUED = 64  # bodies waiting for or in a thread; one more is routed by load
 MAX_BODY_BYTES = 64 * 1024 * 1024
 ENCODE_DEADLINE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class Prompt:
     """The router's view of a request's prompt.
 
@@ -63,7 +64,8 @@ class PromptSource:
 
     `ask(model, path, body)` posts JSON to one engine of these facts and returns its answer's body; it raises
     `AskRefused` for a 4xx and anything else for a failure. `count(source, reason)` is called once a request,
-    `on_drift(model, difference)` when what is made here turned out not to be what those engines make.
+    `on_drift(model, difference)` when what is made here turned out not to be what those engines make,
+    `on_change(folder)` when its files were read anew, so that what was found before may no longer hold.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class PromptSource:
         on_check: Callable[[str], None] = lambda outcome: None,
         on_tokens: Callable[[str, int], None] = lambda result, tokens: None,
         on_drift: Callable[[ModelFacts, Difference], None] = lambda model, seen: None,
+        on_change: Callable[[str], None] = lambda folder: None,
         store: ModelStore | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
@@ -85,7 +88,10 @@ class PromptSource:
         self._template = str(config.chat_template) if config.chat_template is not None else None
         self._forward = config.forward_ids
         self._count = count
-        self._store = store or ModelStore(clock=clock, now=now)
+        self._on_change = on_change
+        self._store = store or ModelStore(
+            clock=clock, now=now, compare_every=config.verify_every, on_check=on_check, on_change=self._changed
+        )
         self._engine = EngineTokenizer(ask, clock) if ask is not None else None
         self.cache = ConversationCache(config.cache_mb << 20)
         self._on_tokens = on_tokens
@@ -95,6 +101,8 @@ class PromptSource:
         )
         self._deadline_s = encode_deadline_s
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
+        # One: every thread that wants the interpreter's lock makes the event loop wait for its turn.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-body")
         self._queued = 0
 
     async def prepare(self, model: ModelFacts) -> str:
@@ -120,6 +128,11 @@ class PromptSource:
         source = self._source(model)
         if source is not None:
             self._checks.forget(model, source)
+            self._store.look_again(source)
+
+    def _changed(self, source: ModelSource) -> None:
+        self._checks.forget_source(source)
+        self._on_change(source.folder)
 
     def describe(self, model: ModelFacts) -> dict[str, Any]:
         """Where this model's ids come from and what is verified of it, for the admin page."""
@@ -130,22 +143,28 @@ class PromptSource:
         return {
             "tokenizer": files.tokenizer.backend if files is not None else None,
             "problem": self._store.problem(source) or None,
+            "note": self._store.note(source) or None,
             "cuts_conversations": files is not None and files.tokenizer.boundaries is not None,
             "features": self._checks.describe(model, source),
         }
 
-    async def resolve(self, body: RequestBody, model: ModelFacts | None) -> Prompt:
-        """`model` is None when no worker is known for it. Never raises for what an engine sent; of a client's bodies
+    async def read(self, path: str, raw: bytes) -> RequestBody:
+        """`parse_body` off the event loop, for bodies over LARGE_BYTES."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parse_body, path, raw)
+
+    async def resolve(self, body: RequestBody, model: ModelFacts | None, *, again: bool = False) -> Prompt:
+        """`model` is None when no worker is known for it. `again`: the request was resolved for another kind of engine
+        before, and is not counted twice. Never raises for what an engine sent; of a client's bodies
         only token ids that are none in the model's vocabulary raise: RouterError("bad_token_ids")."""
         engine = model.engine if model is not None else "unknown"
-        if len(body.raw) > INLINE_FORM_BYTES:
-            loop = asyncio.get_running_loop()
-            form = await loop.run_in_executor(self._threads, prompt_form, body, engine)
+        if len(body.raw) > LARGE_BYTES:
+            form = await asyncio.get_running_loop().run_in_executor(self._reader, prompt_form, body, engine)
         else:
             form = prompt_form(body, engine)
         namespace = _namespace(body, model)
         prompt = await self._resolve(body, form, namespace, model)
-        self._count(prompt.source, prompt.reason or prompt.standing)
+        if not again:
+            self._count(prompt.source, prompt.reason or prompt.standing)
         return prompt
 
     async def _resolve(
@@ -164,8 +183,10 @@ class PromptSource:
             return Prompt(form.ids, form.estimate_tokens * body.copies, namespace, "given")
         if self._mode == "off" or model is None:
             return unknown("off" if model is not None else "no_worker")
-        reason = "engine_mode"
-        if self._mode != "engine":
+        reason = "engine_mode" if self._mode == "engine" else "route"
+        if form.kind == "rendered" and self._mode == "local":
+            return unknown(reason)
+        if self._mode != "engine" and form.kind != "rendered":
             try:
                 return await self._local(body, form, namespace, model)
             except NoIds as none:
@@ -253,7 +274,13 @@ class PromptSource:
     async def close(self) -> None:
         await self._checks.close()
         await self._store.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._reader):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def unseen(prompt: Prompt) -> Prompt:
+    """The prompt for an engine of a kind that it was not made for."""
+    return replace(prompt, ids=None, source="none", reason="other_kind", cached=None, forward_for=None, counted=None)
 
 
 def _tokens(ids: TokenIds, form: PromptForm) -> int:

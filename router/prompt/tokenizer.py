@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ except ImportError:  # no build for this platform
 Backend = Literal["fastokens", "tokenizers"]
 Encode = Callable[[str, bool], TokenIds]
 
+MAX_COMPARED_CHARS = 65_536
 MAX_CHARS = 4_000_000  # about 1M tokens; a longer prompt is routed by load. 4M spaces cost 2.3 s of a thread
 
 # Classes that took add_bos_token / add_eos_token before transformers 5; SGLang restores the flags for these (fact 16).
@@ -65,7 +67,8 @@ class CannotEncode(Exception):
 class Tokenizer:
     """`specials` are bos_token, eos_token … as templates see them. `flagged_prefix` / `flagged_suffix`: the ids SGLang
     puts around raw text by the configuration's flags; None when the file's own post-processor decides. `vocab_size`:
-    one more than the highest id of the file. `boundaries`: where texts may be cut, None when nowhere.
+    one more than the highest id of the file. `boundaries`: where texts may be cut, None when nowhere. `reference` is
+    the encoder that `encoder` is held against at run time, on one of the texts `last` encoded.
     """
 
     backend: Backend
@@ -77,10 +80,31 @@ class Tokenizer:
     vocab_size: int | None = None
     boundaries: Boundaries | None = None
     decoder: Callable[[list[int]], str] | None = None
+    reference: Encode | None = None
+    last: deque[tuple[str, bool, TokenIds]] = field(default_factory=lambda: deque(maxlen=1), repr=False, compare=False)
 
     def encode(self, text: str, add_special_tokens: bool) -> TokenIds:
         """Raises CannotEncode. Not interruptible: the caller limits the length first (MAX_CHARS)."""
-        return self.encoder(text, add_special_tokens)
+        ids = self.encoder(text, add_special_tokens)
+        if self.reference is not None and len(text) <= MAX_COMPARED_CHARS:
+            self.last.append((text, add_special_tokens, ids))
+        return ids
+
+    @property
+    def comparable(self) -> bool:
+        return bool(self.last)
+
+    def compare(self) -> int | None:
+        """Encodes the last text once more, with `reference`: the first token that differs, None when none does.
+        Blocking, 40 ms at most. Raises CannotEncode."""
+        if self.reference is None or not self.last:
+            return None
+        text, add_special_tokens, ids = self.last.pop()
+        theirs = self.reference(text, add_special_tokens)
+        if ids == theirs:
+            return None
+        pairs = zip(memoryview(ids).cast("I"), memoryview(theirs).cast("I"), strict=False)
+        return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(theirs)) // 4)
 
     def encode_raw_text(self, text: str, *, restore_flags: bool) -> TokenIds:
         """Text of /v1/completions and /generate, with the tokenizer's default special tokens (case 36).
@@ -112,6 +136,9 @@ def load_tokenizer(folder: Path, *, fast_wanted: bool = True) -> Tokenizer:
     if config.get("tokenizer_class") in _FLAGGED_CLASSES:
         prefix = _flagged(config.get("add_bos_token"), bos, default=True)
         suffix = _flagged(config.get("add_eos_token"), eos, default=False)
+    boundaries = find_boundaries(_matched_first(reference), slow, _PROBES)
+    if boundaries is not None and not agreed:
+        boundaries.between_words = False  # such cuts are proven by tokenising twice: too dear at 20 ms for 8k tokens
     return Tokenizer(
         backend="fastokens" if agreed else "tokenizers",
         specials=specials,
@@ -120,8 +147,9 @@ def load_tokenizer(folder: Path, *, fast_wanted: bool = True) -> Tokenizer:
         flagged_suffix=suffix,
         encoder=fast if fast is not None and agreed else slow,
         vocab_size=max(reference.get_vocab(with_added_tokens=True).values(), default=-1) + 1 or None,
-        boundaries=find_boundaries(_matched_first(reference), slow, _PROBES),
+        boundaries=boundaries,
         decoder=functools.partial(reference.decode, skip_special_tokens=False),
+        reference=slow if agreed else None,
     )
 
 

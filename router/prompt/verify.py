@@ -79,6 +79,8 @@ class _Set:
     since_check: int = 0
     asked: bool = False
     """A comparison is under way."""
+    unanswered: int = 0
+    """Comparisons in a row that the engine did not answer: each doubles the prompts until the next."""
     count_faults: int = 0
     difference: Difference | None = None
 
@@ -121,7 +123,8 @@ class Verification:
             return False
         found.since_check += 1
         fresh = found.standing == "unverified" or found.count_faults > 0
-        if found.asked or not (fresh or found.since_check >= self._every):
+        patience = min(1 << min(found.unanswered, 30), self._every) if fresh else self._every
+        if found.asked or found.since_check < patience:
             return False
         found.asked = True
         found.since_check = 0
@@ -132,6 +135,7 @@ class Verification:
         if found is not None:
             found.agreed += 1
             found.asked = False
+            found.unanswered = 0
             found.count_faults = 0
 
     def unanswered(self, rendering: Hashable, features: Features) -> None:
@@ -139,6 +143,7 @@ class Verification:
         found = self._set(rendering, features)
         if found is not None:
             found.asked = False
+            found.unanswered += 1
 
     def differed(self, rendering: Hashable, seen: Difference) -> bool:
         """True when this is news."""
@@ -146,6 +151,7 @@ class Verification:
         if found is None:
             return False
         found.asked = False
+        found.unanswered = 0
         news = found.difference is None
         found.difference = seen
         if news:
@@ -166,6 +172,9 @@ class Verification:
         if found.count_faults < COUNT_FAULTS or found.asked:
             return False
         return self.differed(rendering, Difference(features, -1, (), (), (), ours, theirs))
+
+    def renderings(self) -> list[Hashable]:
+        return list(self._renderings)
 
     def forget(self, rendering: Hashable) -> None:
         """Another process renders now: its files may be other ones. Everything is to be compared again."""

@@ -15,8 +15,9 @@ from router.config.schema import TokenizerConfig
 from router.hashing import TokenIds, pack_ids
 from router.prompt import checks as module
 from router.prompt.body import RequestBody
-from router.prompt.models import ModelFacts, ModelFiles, ModelStore
+from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.source import PromptSource
+from router.prompt.store import ModelStore
 from router.prompt.template import ChatTemplate
 from router.prompt.verify import AGREEMENTS, COUNT_FAULTS, Difference
 from tests.prompt.support import FACTS, GENERATE, TINY, body, chat, tiny, user
@@ -220,19 +221,23 @@ async def test_a_cache_that_put_a_prompt_together_wrongly_is_found_and_then_not_
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = rig.source.cache.encode
+    text = "one word after another " * 60
 
     def broken(*args: Any) -> tuple[TokenIds, Any]:
         ids, cached = wrong(*args)
         return ids[:-4], cached
 
     monkeypatch.setattr(rig.source.cache, "encode", broken)
+    monkeypatch.setattr("router.prompt.local.WORTH_KEEPING_CHARS", 0)
     for _ in range(module.CACHE_FAULTS):
         assert rig.source._checks.cache_trusted
-        await rig.resolve(chat())
+        await rig.resolve(chat(user(text)))
     assert rig.outcomes.count("cache_fault") == module.CACHE_FAULTS
     assert rig.source.drift(FACTS) is None, "the rendering itself is right"
-    good = await rig.resolve(chat())
-    assert good.ids == tiny().tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False)
+    good = await rig.resolve(chat(user(text)))
+    assert good.ids == tiny().tokenizer.encode(
+        "<|im_start|>user\n" + text + "<|im_end|>\n<|im_start|>assistant\n", False
+    )
 
 
 async def test_the_admin_page_can_show_what_is_verified(rig: Rig) -> None:

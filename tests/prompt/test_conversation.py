@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.hashing import Namespace, Scheme, TokenIds, pack_ids, prompt_keys, token_count
+from router.hashing import Namespace, Scheme, TokenIds, chain_digests, pack_ids, prompt_keys, token_count
 from router.prompt.conversation import (
     MAX_PIECES,
     MIN_PIECE_CHARS,
@@ -194,3 +194,25 @@ def test_a_soft_token_that_covers_a_hard_one_hides_it() -> None:
     found = Boundaries([HardToken("<s>", 1, hard=True), HardToken("<<s>>", 2, hard=False)])
     text = "x" * 300
     assert found.cut(f"{text}<<s>>{text}<s>{text}")[0] == [f"{text}<<s>>{text}", f"<s>{text}"]
+
+
+def test_pair_keys_of_earlier_turns_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE engines: a block of pairs reads one token behind itself, and is kept with the piece that holds that one."""
+    hashed: list[bytes] = []
+
+    def counted(scheme: Scheme, state: bytes, units: bytes) -> list[bytes]:
+        made = chain_digests(scheme, state, units)
+        hashed.extend(made)
+        return made
+
+    monkeypatch.setattr("router.prompt.conversation.chain_digests", counted)
+    scheme, cache, talk, keys = Scheme("sglang-sha256", 4, bigram=True), ConversationCache(1 << 20), "", [0]
+    for number in range(4):
+        talk += turn("user", f"{number} " * 300)
+        ids, cached = cache.encode(talk, boundaries(), tiny().tokenizer.encode)
+        assert cached is not None
+        *_, made = cached.steps(scheme, Namespace(), 64)
+        assert made is not None
+        keys = made
+        assert keys == prompt_keys(scheme, ids, Namespace())
+    assert len(keys) <= len(hashed) <= len(keys) + 8, "all but the blocks at a turn's end are hashed once"

@@ -10,7 +10,6 @@ from router.prompt.body import plain
 from router.prompt.converted import MESSAGES, RESPONSES
 from router.prompt.forms import prompt_form
 from router.prompt.local import NoIds, as_chat, local_prompt
-from router.prompt.models import ModelFacts
 from tests.prompt.support import FACTS, body, chat, tiny, user
 
 
@@ -104,5 +103,7 @@ def test_what_is_not_certain_goes_by_load(path: str, fields: dict[str, Any]) -> 
 
 
 def test_vllms_own_conversion_is_not_guessed() -> None:
-    assert prompt_form(body(MESSAGES, messages=[user()]), "vllm").kind == "none"
-    assert ModelFacts("vllm").engine == "vllm"
+    """It is asked of the engine, which renders these bodies on a route of its own."""
+    assert prompt_form(body(MESSAGES, messages=[user()]), "vllm").kind == "rendered"
+    assert prompt_form(body(RESPONSES, input="x"), "vllm").kind == "rendered"
+    assert prompt_form(body(MESSAGES, messages=[user()])).kind == "none", "an engine of unknown kind"

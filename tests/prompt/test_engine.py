@@ -53,6 +53,41 @@ def test_the_question_keeps_the_bodys_own_json() -> None:
     assert question == ("/v1/tokenize", b'{"messages":' + messages + b"}")
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_vllm_renders_the_other_chat_routes_bodies_as_they_are(path: str) -> None:
+    raw = b'{"model":"tiny","stream":true,"max_tokens":1,"messages":[{"role":"user","content":"x"}],"input":"x"}'
+    request = parse_body(path, raw)
+    assert tokenize_request(request, prompt_form(request, "vllm"), "vllm") == (path + "/render", raw)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (b'{"token_ids":[1,2],"features":null,"sampling_params":{}}', pack_ids([1, 2])),
+        (b'{"token_ids":[1,2],"features":{"mm_hashes":{}}}', "ask_empty"),
+        (b'{"token_ids":[1,-2]}', "ask_failed"),
+        (b"{}", "ask_failed"),
+    ],
+)
+async def test_rendered_ids_are_taken_unless_they_hold_images(answer: bytes, found: object) -> None:
+    """case 42"""
+    assert await EngineTokenizer(Engine(answer), lambda: 0.0).ids(FACTS, ("/v1/messages/render", b"{}")) == found
+
+
+async def test_a_server_without_the_render_routes_is_still_asked_to_tokenize() -> None:
+    engine = Engine(OSError("404"), b'{"tokens":[3]}')
+    tokenizer = EngineTokenizer(engine, lambda: 0.0)
+    assert await tokenizer.ids(FACTS, ("/v1/messages/render", b"{}")) == "ask_failed"
+    assert await tokenizer.ids(FACTS, ("/v1/messages/render", b"{}")) == "ask_paused"
+    assert await tokenizer.ids(FACTS, QUESTION) == pack_ids([3])
+
+
+def test_a_body_too_long_to_be_answered_in_time_is_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ASKED_BYTES", 200)
+    assert asked(chat(), "sglang") is not None
+    assert asked(chat({"role": "user", "content": "x" * 200}), "sglang") is None
+
+
 def test_text_is_asked_for_as_one_prompt() -> None:
     question = asked(body(COMPLETIONS, prompt=["first", "second"], max_tokens=4), "vllm")
     assert question == ("/tokenize", {"prompt": "first", "model": "tiny"})

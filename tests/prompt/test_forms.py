@@ -118,3 +118,25 @@ def test_no_prompt_raises(value: object) -> None:
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1))
 def test_valid_ids_come_through_exactly(ids: list[int]) -> None:
     assert prompt_form(body(GENERATE, input_ids=ids)).ids == pack_ids(ids)
+
+
+@pytest.mark.parametrize("prompts", [[[7] * 3] * 60_000, [[9] * 200_000, [1, 2]], [[1], list(range(150_000)), [3]]])
+def test_large_batches_of_ids_are_read_as_small_ones_are(prompts: list[list[int]]) -> None:
+    form = prompt_form(body(COMPLETIONS, prompt=prompts))
+    assert (form.ids, form.prompts) == (pack_ids(prompts[0]), len(prompts))
+    assert (form.estimate_tokens, form.max_id) == (sum(map(len, prompts)), max(map(max, prompts)))
+
+
+@pytest.mark.parametrize("odd", [-5, 2**40, True, 1.0, [1]])
+def test_an_odd_id_in_a_large_batch_is_found(odd: object) -> None:
+    """case 48"""
+    form = prompt_form(body(COMPLETIONS, prompt=[[1, 2, 3]] * 60_000 + [[4, odd]]))
+    assert (form.kind, form.reason) == ("none", "odd_ids")
+
+
+def test_large_batches_of_texts_are_read_as_small_ones_are() -> None:
+    texts = ["hello", *["wide world" * 20] * 4_000, "é" * 400_000]
+    form = prompt_form(body(COMPLETIONS, prompt=texts))
+    assert (form.text, form.prompts, form.rest_chars) == ("hello", 4002, 200 * 4_000 + 400_000)
+    assert prompt_form(body(COMPLETIONS, prompt=[*texts, 5])).reason == "prompt_form"
+    assert prompt_form(body(COMPLETIONS, prompt="é" * 400_000)).text == "é" * 400_000

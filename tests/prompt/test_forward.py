@@ -10,8 +10,9 @@ import pytest
 
 from router.config.schema import TokenizerConfig
 from router.prompt.forward import ids_json
-from router.prompt.models import ModelFacts, ModelFiles, ModelStore
+from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.source import PromptSource
+from router.prompt.store import ModelStore
 from router.prompt.verify import AGREEMENTS
 from tests.prompt.support import FACTS, GENERATE, TINY, body, chat, tiny, user
 from tests.prompt.test_checks import TOOL, Rig, exact

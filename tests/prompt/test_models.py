@@ -1,35 +1,16 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import threading
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.prompt.models import (
-    FIRST_RETRY_S,
-    LAST_RETRY_S,
-    MAX_MODELS,
-    ModelFiles,
-    ModelSource,
-    ModelStore,
-    load_model,
-)
+from router.prompt.models import ModelFiles, ModelSource, files_stamp, load_model
 from router.prompt.tokenizer import TokenizerUnusable
-from tests.prompt.support import TINY, tiny
-
-SOURCE = ModelSource(str(TINY))
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.prompt.support import TINY
 
 
 def copied(tmp_path: Path, **files: str | dict[str, Any]) -> Path:
@@ -44,78 +25,59 @@ def loaded(folder: Path, **where: Any) -> ModelFiles:
     return load_model(ModelSource(str(folder), **where), datetime.now)
 
 
-async def test_many_requests_cause_one_load() -> None:
-    """case 44: single-flight."""
-    calls = []
-    release = threading.Event()
-
-    def load(source: ModelSource) -> ModelFiles:
-        calls.append(source)
-        release.wait(5)
-        return tiny()
-
-    store = ModelStore(load)
-    assert [store.get(SOURCE) for _ in range(10)] == [None] * 10
-    assert store.problem(SOURCE) == "loading"
-    waiting = [asyncio.create_task(store.wait(SOURCE)) for _ in range(3)]
-    release.set()
-    assert await asyncio.gather(*waiting) == [tiny()] * 3
-    assert (calls, store.get(SOURCE), store.problem(SOURCE)) == ([SOURCE], tiny(), "")
-    assert store.loaded() == {str(TINY): tiny().tokenizer.backend}
-    await store.close()
-
-
-async def test_a_failed_load_waits_longer_each_time_before_it_is_tried_again() -> None:
-    """case 44: failures cached with back-off."""
-    calls = 0
-
-    def load(source: ModelSource) -> ModelFiles:
-        nonlocal calls
-        calls += 1
-        raise TokenizerUnusable("the hub is unreachable")
-
-    clock = Clock()
-    store = ModelStore(load, clock=clock)
-    pause_s = FIRST_RETRY_S
-    for attempt in range(1, 10):
-        assert await store.wait(SOURCE) is None
-        assert (calls, store.problem(SOURCE)) == (attempt, "the hub is unreachable")
-        clock.now_s += pause_s - 0.01
-        assert await store.wait(SOURCE) is None
-        assert calls == attempt
-        clock.now_s += 0.02
-        pause_s = min(2 * pause_s, LAST_RETRY_S)
-    await store.close()
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("", r"no tokenizer\.json in .*: is it the model's folder"),
+        ("gone", "there is no folder .*: set tokenizer.path"),
+        (
+            "Qwen/Qwen3-0.6B",
+            "is no folder here and not in the Hugging Face cache; nothing is downloaded: set tokenizer.path",
+        ),
+    ],
+)
+def test_no_folder_no_tokenizer_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TokenizerUnusable, match=said):
+        loaded(Path(folder) if "/" in folder else tmp_path / folder)
 
 
-async def test_models_are_kept_apart_and_bounded() -> None:
-    """case 43"""
-    store = ModelStore(lambda source: tiny())
-    for number in range(MAX_MODELS):
-        assert await store.wait(ModelSource(f"/models/{number}")) is tiny()
-    extra = ModelSource("/models/extra")
-    assert await store.wait(extra) is None
-    assert "over" in store.problem(extra)
-    await store.close()
+def test_a_hub_name_means_the_caches_copy_of_its_main_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    model = tmp_path / "hub" / "models--some--tiny"
+    for revision in ("old", "new"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        copied(model / "snapshots" / revision, chat_template__jinja=revision)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("old\n")
+    source = ModelSource("some/tiny")
+    template, before = loaded(Path("some/tiny")).template, files_stamp(source)
+    assert template is not None
+    assert template.source == "old"
+    (model / "refs" / "main").write_text("new")
+    assert files_stamp(source) != before
 
 
-async def test_closing_while_a_load_runs_leaves_nothing_behind() -> None:
-    release = threading.Event()
-
-    def load(source: ModelSource) -> ModelFiles:
-        release.wait(5)
-        return tiny()
-
-    store = ModelStore(load)
-    store.get(SOURCE)
-    closing = asyncio.create_task(store.close())
-    release.set()
-    await closing
-
-
-def test_no_folder_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerUnusable, match=r"no tokenizer\.json"):
+def test_a_tokenizer_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(TokenizerUnusable, match="of another kind"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json", "own"]
+)
+def test_every_file_that_is_read_counts_for_the_stamp(tmp_path: Path, name: str) -> None:
+    source = ModelSource(str(tmp_path), template=str(tmp_path / "own"))
+    before = files_stamp(source)
+    (tmp_path / name).write_text("{}")
+    there = files_stamp(source)
+    (tmp_path / name).write_text("{ }")
+    assert len({before, there, files_stamp(source)}) == 3
 
 
 def test_the_template_file_beats_the_configuration(tmp_path: Path) -> None:

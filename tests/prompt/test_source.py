@@ -21,8 +21,9 @@ from router.prompt.body import parse_body
 from router.prompt.engine import AskRefused
 from router.prompt.forms import prompt_form
 from router.prompt.local import NoIds, local_ids
-from router.prompt.models import ModelFacts, ModelFiles, ModelSource, ModelStore
+from router.prompt.models import ModelFacts, ModelFiles, ModelSource
 from router.prompt.source import MAX_QUEUED, Prompt, PromptSource
+from router.prompt.store import ModelStore
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
 from tests.prompt.support import CHAT, COMPLETIONS, FACTS, GENERATE, TINY, body, chat, tiny, user
@@ -214,6 +215,29 @@ async def test_modes(make: Make, mode: str, expected: str) -> None:
     source = await ready(make(mode, ask=answering(b'{"tokens":[1]}')))
     assert (await source.resolve(chat(), FACTS)).source == expected
     assert (await source.resolve(body(GENERATE, input_ids=[1]), FACTS)).source == "given"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("auto", ("engine", "route")),
+        ("engine", ("engine", "engine_mode")),
+        ("local", ("none", "route")),
+        ("off", ("none", "off")),
+    ],
+)
+async def test_vllm_is_asked_for_what_only_it_can_render(make: Make, mode: str, expected: tuple[str, str]) -> None:
+    asked: list[str] = []
+
+    async def ask(model: ModelFacts, path: str, question: bytes) -> bytes:
+        asked.append(path)
+        return b'{"token_ids":[1,2,3],"features":null}'
+
+    source = make(mode, ask=ask)
+    prompt = await source.resolve(body("/v1/messages", messages=[user()]), ModelFacts("vllm", ("tiny",)))
+    assert (prompt.source, prompt.reason) == expected
+    assert asked == ["/v1/messages/render"] * (expected[0] == "engine")
+    assert prompt.ids == (pack_ids([1, 2, 3]) if asked else None)
 
 
 async def test_local_mode_never_asks_the_engine(make: Make) -> None:
@@ -425,11 +449,11 @@ async def test_the_next_turn_is_made_of_what_earlier_turns_left(make: Make) -> N
         spent[result] += tokens
 
     source = await ready(make(on_tokens=count))
-    talk = [user("one " * 200)]
+    talk = [user("one " * 400)]
     first = await source.resolve(chat(*talk), FACTS)
     assert spent["reused"] == 0
     talk += [{"role": "assistant", "content": "two " * 200}, user("three")]
     second = await source.resolve(chat(*talk), FACTS)
-    assert spent["reused"] >= 200
+    assert spent["reused"] >= 400
     assert spent["reused"] + spent["made"] == first.tokens + second.tokens
     assert second.ids == local_ids(chat(*talk), prompt_form(chat(*talk)), tiny(), FACTS)

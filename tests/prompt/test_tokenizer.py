@@ -200,3 +200,11 @@ def test_truncation_written_in_the_file_is_off(tmp_path: Path, fast: bool, monke
     text = "one two three four five six"
     loaded = load_tokenizer(tmp_path)
     assert (loaded.backend, loaded.encode(text, False)) == ("fastokens" if fast else "tokenizers", ids(text))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_only_a_quick_tokenizer_cuts_between_words(fast: bool) -> None:
+    """The proof of such a cut tokenises a new text twice."""
+    loaded = load_tokenizer(TINY, fast_wanted=fast)
+    assert loaded.boundaries is not None
+    assert loaded.boundaries.between_words == (loaded.backend == "fastokens")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,3 +110,19 @@ def test_what_is_remembered_is_bounded() -> None:
         checks.due(number, PLAIN)
     assert checks.describe(WHERE) == []
     assert checks.standing(199, PLAIN) == "unverified"
+
+
+def test_an_engine_that_does_not_answer_is_asked_less_and_less() -> None:
+    known = Verification(every=100)
+    asked = []
+    for number in range(1000):
+        if known.due(WHERE, PLAIN):
+            asked.append(number)
+            known.unanswered(WHERE, PLAIN)
+    gaps = [after - before for before, after in pairwise(asked)]
+    assert gaps[:6] == [2, 4, 8, 16, 32, 64]
+    assert set(gaps[6:]) == {100}
+    while not known.due(WHERE, PLAIN):
+        pass
+    known.agreed(WHERE, PLAIN)
+    assert known.due(WHERE, PLAIN), "it answers again"

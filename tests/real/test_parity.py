@@ -7,11 +7,11 @@ templates in turn (swap_server.py); vLLM takes the template with the request.
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,12 +28,12 @@ from router.prompt.local import NoIds, local_prompt
 from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tokenizer import Tokenizer, load_tokenizer
+from tests.real.conftest import START_LIMIT_S, setting
 from tests.real.parity_data import bodies, templates, unpack_tokenizer
 from tests.support.process import free_ports, is_up, process, wait_until
 
 pytestmark = pytest.mark.real_engine
 
-START_LIMIT_S = 600.0
 TOKENIZERS = ("qwen3", "deepseek_v3")
 SGLANG = ModelFacts(engine="sglang", names=("tiny",))
 VLLM = ModelFacts(engine="vllm", names=("tiny",))
@@ -56,63 +56,77 @@ class Engine:
             return error.code, error.read()
 
 
-def _venv(name: str) -> Path:
-    value = os.environ.get(name)
-    if not value:
-        pytest.skip(f"{name} is not set (tests/real/README.md)")
-    return Path(value)
-
-
-def _model(venv: Path, name: str, folder: Path, **environment: str) -> Path:
+def _model(venv: Path, name: str, folder: Path, *sizes: str, **environment: str) -> Path:
     unpack_tokenizer(name, folder)
     script = str(Path(__file__).with_name("make_model.py"))
-    with process([str(venv / "bin" / "python"), script, str(folder)], folder / "make.log", **environment) as made:
+    with process(
+        [str(venv / "bin" / "python"), script, str(folder), *sizes], folder / "make.log", **environment
+    ) as made:
         assert made.wait(START_LIMIT_S) == 0, (folder / "make.log").read_text()
     return folder
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def sglang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    venv = _venv("KV_ROUTER_SGLANG_VENV")
-    base = tmp_path_factory.mktemp(request.param)
-    folder = _model(venv, request.param, base / "model", HF_HUB_OFFLINE="1", SGLANG_USE_CPU_ENGINE="1")
-    port = free_ports(1)
+@contextmanager
+def _sglang(tokenizer: str, base: Path) -> Iterator[Engine]:
+    venv = Path(setting("KV_ROUTER_SGLANG_VENV"))
+    folder = _model(venv, tokenizer, base / "model", HF_HUB_OFFLINE="1", SGLANG_USE_CPU_ENGINE="1")
     command = [str(venv / "bin" / "python"), "-W", "ignore", str(Path(__file__).with_name("swap_server.py"))]
-    command += ["--model-path", str(folder), "--served-model-name", "tiny", "--port", str(port), "--device", "cpu"]
+    command += ["--model-path", str(folder), "--served-model-name", "tiny", "--device", "cpu"]
     command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--max-total-tokens", "20000"]
     command += ["--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--context-length", "32768"]
     environment = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    with process(command, base / "server.log", **environment):
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: is_up(f"{url}/health"), START_LIMIT_S, f"{url}/health")
+    with _serving(command, base, **environment) as url:
         yield Engine(url, folder, load_tokenizer(folder))
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
-def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    venv = _venv("KV_ROUTER_VLLM_VENV")
-    base = tmp_path_factory.mktemp(f"vllm_{request.param}")
-    folder = _model(venv, request.param, base / "model", HF_HUB_OFFLINE="1")
-    if request.param == "deepseek_v3":  # transformers 5 would build another tokenizer from this folder's class name
+@contextmanager
+def _vllm(tokenizer: str, base: Path) -> Iterator[Engine]:
+    venv = Path(setting("KV_ROUTER_VLLM_VENV"))
+    # With heads of 16 vLLM 0.32's CPU attention ends the engine at the first prompt.
+    folder = _model(venv, tokenizer, base / "model", "64", "128", "2", "32", HF_HUB_OFFLINE="1")
+    if tokenizer == "deepseek_v3":  # transformers 5 would build another tokenizer from this folder's class name
         config = json.loads((folder / "tokenizer_config.json").read_text())
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    port = free_ports(1)
-    command = [str(venv / "bin" / "vllm"), "serve", str(folder), "--served-model-name", "tiny", "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--max-model-len", "32768", "--block-size", "32", "--enforce-eager"]
-    command += [
-        "--dtype",
-        "bfloat16",
-        "--trust-request-chat-template",
-        "--enable-auto-tool-choice",
-        "--enable-scale-out",
-    ]
-    command += ["--tool-call-parser", "hermes"]
+    command = [str(venv / "bin" / "vllm"), "serve", str(folder), "--served-model-name", "tiny"]
+    command += ["--max-model-len", "32768", "--block-size", "32", "--enforce-eager", "--dtype", "bfloat16"]
+    command += ["--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    command += ["--enable-scale-out"]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    with process(command, base / "server.log", VLLM_CPU_OMP_THREADS_BIND="nobind", **environment):
-        url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: is_up(f"{url}/health"), START_LIMIT_S, f"{url}/health")
+    with _serving(command, base, VLLM_CPU_OMP_THREADS_BIND="nobind", **environment) as url:
         yield Engine(url, folder, load_tokenizer(folder))
+
+
+@contextmanager
+def _serving(command: list[str], base: Path, **environment: str) -> Iterator[str]:
+    """The URL of the server, once it is up; when it ends before, its log's end is the failure."""
+    port, output = free_ports(1), base / "server.log"
+    with process([*command, "--host", "127.0.0.1", "--port", str(port)], output, **environment) as server:
+        url = f"http://127.0.0.1:{port}"
+
+        def up_or_gone() -> bool:
+            assert server.poll() is None, output.read_text()[-3000:]
+            return is_up(f"{url}/health")
+
+        wait_until(up_or_gone, START_LIMIT_S, f"{url}/health")
+        yield url
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One engine at a time: the next one starts when all tests of this one are over and it is down."""
+    kind, tokenizer = request.param
+    start = _sglang if kind == "sglang" else _vllm
+    with start(tokenizer, tmp_path_factory.mktemp(f"{kind}_{tokenizer}")) as running:
+        yield running
+
+
+def _each(kind: str) -> pytest.MarkDecorator:
+    engines = [pytest.param((kind, name), id=f"{kind}-{name}") for name in TOKENIZERS]
+    return pytest.mark.parametrize("engine", engines, indirect=True, scope="module")
+
+
+on_sglang, on_vllm = _each("sglang"), _each("vllm")
 
 
 class Tally:
@@ -166,35 +180,39 @@ def rendering(text: str, tokenizer: Tokenizer) -> ModelFiles:
         return ModelFiles(tokenizer, None, str(failure))
 
 
-def test_sglang_ids_are_the_engines(sglang: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@on_sglang
+def test_sglang_ids_are_the_engines(engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tally, cache = Tally(), ConversationCache(64 << 20)
     for name, text in templates().items():
         path = tmp_path / f"{name}.jinja"
         path.write_text(text)
-        status, swapped = sglang.post("/swap_template", {"path": str(path)})
+        status, swapped = engine.post("/swap_template", {"path": str(path)})
         assert status == 200, (name, swapped)
-        files = rendering(text.strip("\n").replace("\\n", "\n"), sglang.tokenizer)  # as SGLang reads the file
+        files = rendering(text.strip("\n").replace("\\n", "\n"), engine.tokenizer)  # as SGLang reads the file
         for body in bodies():
             request = request_of(body)
             question = tokenize_request(request, prompt_form(request, "sglang"), "sglang")
             assert question is not None
-            status, answer = sglang.post(*question)
+            status, answer = engine.post(*question)
             tally.add(name, body, local(request, files, SGLANG, cache), answer["tokens"] if status == 200 else None)
-    tally.check(f"SGLang, {sglang.folder.parent.name}", capsys)
+    tally.check(f"SGLang, {engine.folder.parent.name}", capsys)
 
 
-def test_vllm_ids_are_the_engines(vllm: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+@on_vllm
+def test_vllm_ids_are_the_engines(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     tally, cache = Tally(), ConversationCache(64 << 20)
     for name, text in templates().items():
-        files = rendering(text, vllm.tokenizer)
+        files = rendering(text, engine.tokenizer)
         for body in bodies():
             asked = {"model": "tiny", "chat_template": text, **body}
-            status, answer = vllm.post("/v1/chat/completions/render", asked)
+            status, answer = engine.post("/v1/chat/completions/render", asked)
             theirs = answer["token_ids"] if status == 200 else None
             tally.add(name, body, local(request_of(body), files, VLLM, cache), theirs)
-    tally.check(f"vLLM, {vllm.folder.parent.name}", capsys)
+    tally.check(f"vLLM, {engine.folder.parent.name}", capsys)
 
 
+USER = {"role": "user", "content": "And now?"}
+ANSWER = {"role": "assistant", "content": "This."}
 ANTHROPIC: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hello there"}]},
     {"system": "Be brief.", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
@@ -225,28 +243,55 @@ ANTHROPIC: list[dict[str, Any]] = [
 ]
 
 
+@on_sglang
 @pytest.mark.parametrize("number", range(len(ANTHROPIC)))
-def test_anthropic_bodies_have_the_engines_token_count(sglang: Engine, number: int, tmp_path: Path) -> None:
+def test_anthropic_bodies_have_the_engines_token_count(engine: Engine, number: int, tmp_path: Path) -> None:
     name = "Qwen-Qwen3-0.6B"
     path = tmp_path / "t.jinja"
     path.write_text(templates()[name])
-    assert sglang.post("/swap_template", {"path": str(path)})[0] == 200
+    assert engine.post("/swap_template", {"path": str(path)})[0] == 200
     body = {"model": "tiny", "max_tokens": 1, **ANTHROPIC[number]}
     request = parse_body("/v1/messages", json.dumps(body).encode())
-    files = rendering(templates()[name].strip("\n").replace("\\n", "\n"), sglang.tokenizer)
+    files = rendering(templates()[name].strip("\n").replace("\\n", "\n"), engine.tokenizer)
     ids = local(request, files, SGLANG, ConversationCache(1 << 20))
     assert isinstance(ids, bytes)
-    status, answer = sglang.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
+    status, answer = engine.post("/v1/messages/count_tokens", {k: v for k, v in body.items() if k != "max_tokens"})
     assert (status, answer["input_tokens"]) == (200, len(ids) // 4)
 
 
-def test_forwarded_ids_are_served_as_the_messages_are(sglang: Engine, tmp_path: Path) -> None:
+@on_vllm
+@pytest.mark.parametrize("number", range(len(ANTHROPIC)))
+def test_vllm_counts_the_tokens_it_rendered_of_anthropic_bodies(engine: Engine, number: int) -> None:
+    _rendered_and_served(engine, "/v1/messages", {"max_tokens": 1, **ANTHROPIC[number]})
+
+
+@on_vllm
+@pytest.mark.parametrize(
+    "body", [{"input": "Hello there"}, {"instructions": "Be brief.", "input": [USER, ANSWER, USER]}]
+)
+def test_vllm_counts_the_tokens_it_rendered_of_responses_bodies(engine: Engine, body: dict[str, Any]) -> None:
+    _rendered_and_served(engine, "/v1/responses", {"max_output_tokens": 1, **body})
+
+
+def _rendered_and_served(engine: Engine, path: str, body: dict[str, Any]) -> None:
+    """The ids that the router is given are as many as the engine says it prefilled."""
+    request = parse_body(path, json.dumps({"model": "tiny", **body}).encode())
+    question = tokenize_request(request, prompt_form(request, "vllm"), "vllm")
+    assert question is not None
+    status, rendered = engine.post(*question)
+    assert (status, rendered.get("features")) == (200, None), rendered
+    status, served = engine.post(path, {"model": "tiny", **body})
+    assert (status, served["usage"]["input_tokens"]) == (200, len(rendered["token_ids"])), served
+
+
+@on_sglang
+def test_forwarded_ids_are_served_as_the_messages_are(engine: Engine, tmp_path: Path) -> None:
     """Greedy answers, finish reasons and usage are the same with `input_ids` beside the messages."""
     name = "Qwen-Qwen3-0.6B"
     path = tmp_path / "t.jinja"
     path.write_text(templates()[name])
-    assert sglang.post("/swap_template", {"path": str(path)})[0] == 200
-    files = rendering(templates()[name].strip("\n").replace("\\n", "\n"), sglang.tokenizer)
+    assert engine.post("/swap_template", {"path": str(path)})[0] == 200
+    files = rendering(templates()[name].strip("\n").replace("\\n", "\n"), engine.tokenizer)
     plain = [body for body in bodies() if body.keys() == {"messages"}]
     compared = 0
     for body in plain:
@@ -257,8 +302,8 @@ def test_forwarded_ids_are_served_as_the_messages_are(sglang: Engine, tmp_path: 
         asked = {"model": "tiny", **body, "max_tokens": 24, "temperature": 0}
         answers = []
         for extra in ({}, {"input_ids": memoryview(ids).cast("I").tolist()}):
-            sglang.post("/flush_cache", b"")
-            status, answer = sglang.post("/v1/chat/completions", {**asked, **extra})
+            engine.post("/flush_cache", b"")
+            status, answer = engine.post("/v1/chat/completions", {**asked, **extra})
             assert status == 200, answer
             answers.append((answer["choices"], answer["usage"]))
         assert answers[0] == answers[1]
