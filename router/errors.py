@@ -34,10 +34,19 @@ ERRORS: dict[str, ErrorKind] = {
     "upstream_reset": ErrorKind(502, "server_error", "the worker closed the connection before it answered"),
     "upstream_protocol": ErrorKind(502, "server_error", "the worker's answer is not valid HTTP"),
     "no_worker": ErrorKind(503, "server_error", "the model is known but no worker can take the request now"),
+    "no_prefill_workers": ErrorKind(
+        503, "server_error", "decode engines are ready, no prefill engine to pair them with"
+    ),
+    "no_decode_workers": ErrorKind(
+        503, "server_error", "prefill engines are ready, no decode engine to pair them with"
+    ),
     "queue_timeout": ErrorKind(503, "server_error", "no worker had room within admission.wait_s"),
     "overloaded": ErrorKind(503, "server_error", "request bodies held are over listen.max_buffered_mb"),
     "draining": ErrorKind(503, "server_error", "this router is shutting down"),
     "upstream_timeout": ErrorKind(504, "server_error", "the worker was silent longer than timeouts.idle_s"),
+    "pair_timeout": ErrorKind(
+        504, "server_error", "a prefill and a decode engine did not meet in disaggregation.meet_s"
+    ),
 }
 
 

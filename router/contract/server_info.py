@@ -33,7 +33,8 @@ class ServerInfo:
     `max_total_tokens` is the KV capacity in tokens that a request sees on one rank: the pool × `dcp_size`.
     `startup_fingerprint` changes when the process was started anew; it is opaque, and empty when the engine gives none.
     `kv_events` is the decoded value for `parse_descriptor`. `adapters` are those of `model_names` that are LoRA
-    adapters (vLLM lists them as models).
+    adapters (vLLM lists them as models). `says_role`: the engine knows of roles and names its own; without, `role` is
+    only the default.
     """
 
     engine: Engine = "unknown"
@@ -45,6 +46,7 @@ class ServerInfo:
     chat_template: str | None = None
     default_chat_template_kwargs: dict[str, object] = field(default_factory=dict)
     role: Role = "plain"
+    says_role: bool = False
     bootstrap_port: int | None = None
     page_size: int | None = None
     dcp_size: int = 1
@@ -145,6 +147,7 @@ def _sglang_info(fields: _Body) -> ServerInfo:
         chat_template=_text(fields.chat_template),
         default_chat_template_kwargs=_mapping(fields.default_chat_template_kwargs),
         role=_role(fields.disaggregation_mode),
+        says_role=_text(fields.disaggregation_mode) in ("null", "prefill", "decode"),
         bootstrap_port=_port(fields.disaggregation_bootstrap_port),
         page_size=_count(state.page_size) or _count(fields.page_size),
         dcp_size=dcp_size,

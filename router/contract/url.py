@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from router.errors import ConfigError
@@ -18,6 +19,12 @@ _PRINTABLE = re.compile(r"[!-~]+")
 _TCP_ENDPOINT = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})")
 # Cloud metadata over IPv6; the IPv4 one is link-local and refused as such (case 102).
 _METADATA = ipaddress.ip_address("fd00:ec2::254")
+
+
+@lru_cache(maxsize=4096)
+def _text(scheme: str, host: str, port: int) -> str:
+    """Asked for several times a request."""
+    return f"{scheme}://{bracketed(host)}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class WorkerUrl:
     @property
     def text(self) -> str:
         """`scheme://host:port`: the identity, and the `worker` label everywhere."""
-        return f"{self.scheme}://{self.authority}"
+        return _text(self.scheme, self.host, self.port)
 
     def __str__(self) -> str:
         return self.text
@@ -133,6 +140,19 @@ def parse_tcp_endpoint(text: str) -> tuple[str, int]:
     if not 1 <= port <= 65535:
         raise ValueError(f"{text[:80]!r}: the port must be 1 to 65535")
     return diallable_host(match["host"]), port
+
+
+def parse_bind_endpoint(text: str) -> tuple[str, int]:
+    """As `parse_tcp_endpoint`, of an address to listen at: the wildcard is one, a name is not."""
+    match = _TCP_ENDPOINT.fullmatch(text)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise ValueError(f"{text[:80]!r} is not of the form tcp://address:port (IPv6 in brackets)")
+    host = canonical_host(match["host"])
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"{text[:80]!r}: give the address to listen at, such as 0.0.0.0, not a name") from None
+    return host, int(match["port"])
 
 
 def _checked_name(host: str) -> str:

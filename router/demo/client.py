@@ -119,7 +119,9 @@ async def _talk(
             stats.first_error = stats.first_error or f"{type(error).__name__}: {error}"
             return
         messages.append({"role": "assistant", "content": answer})
-        continued_tokens = usage.prompt_tokens + max(0, usage.completion_tokens - 1)  # the last sampled one is not kept
+        continued_tokens = usage.prompt_tokens
+        if fleet.keeps_answers:
+            continued_tokens += max(0, usage.completion_tokens - 1)  # the last sampled one is not kept
 
 
 async def _ask(fleet: Fleet, body: bytes, stats: PhaseStats) -> tuple[str, _Usage]:

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ CACHE_TOKENS = 22_000
 PREFILL_TOKENS_PER_S = 4_000
 DECODE_MS = 8
 MAX_RUNNING = 16
+DECODE_TOKENS = 60_000
+DECODE_RUNNING = 48
 START_LIMIT_S = 30.0
 STOP_LIMIT_S = 5.0
 
@@ -29,12 +32,37 @@ class DemoFailure(Exception):
     """Something did not start or died; the text holds the end of its log."""
 
 
-class Fleet:
-    """N cold engines and one router with the given policy, as an async context."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What engines there are. `ranks` is how many caches prompts can be in."""
 
-    def __init__(self, engines: int, policy: str) -> None:
-        self._count = engines
+    engines: tuple[str, ...]
+    """Command-line flags of each."""
+    ranks: int
+    decode: int = 0
+    """Engines at the end of the list that only decode."""
+
+    @classmethod
+    def plain(cls, engines: int) -> Layout:
+        return cls((_PREFILLS,) * engines, engines)
+
+    @classmethod
+    def split(cls) -> Layout:
+        """Two prefill engines with two data-parallel ranks each, three decode engines."""
+        decodes = f"--role decode --tokens {DECODE_TOKENS} --max-running {DECODE_RUNNING}"
+        return cls((f"{_PREFILLS} --role prefill --dp-size 2",) * 2 + (decodes,) * 3, 4, 3)
+
+
+_PREFILLS = f"--tokens {CACHE_TOKENS} --prefill-tokens-per-s {PREFILL_TOKENS_PER_S} --max-running {MAX_RUNNING}"
+
+
+class Fleet:
+    """Cold engines and one router with the given policy, as an async context."""
+
+    def __init__(self, layout: Layout, policy: str) -> None:
+        self._layout = layout
         self._policy = policy
+        self._urls: list[str] = []
         self._running: list[tuple[asyncio.subprocess.Process, Path]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kv-router-demo-")
         self.session: aiohttp.ClientSession
@@ -45,8 +73,8 @@ class Fleet:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60), trust_env=False
         )
         try:
-            urls = await asyncio.gather(*(self._engine(number) for number in range(self._count)))
-            await self._router(list(urls))
+            self._urls = list(await asyncio.gather(*map(self._engine, range(len(self._layout.engines)))))
+            await self._router(self._urls)
             await self._wait(self._all_live, "every event stream live")
         except BaseException:
             await self._stop()
@@ -57,6 +85,11 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stop()
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether the next turn can find the answer of the last one cached; prefill engines never see an answer."""
+        return not self._layout.decode
 
     async def ranks(self) -> list[dict[str, Any]]:
         """Every rank as `/workers` shows it, with its worker's url."""
@@ -70,6 +103,16 @@ class Fleet:
             page = await answer.text()
         return round(sum(float(v) for v in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)))
 
+    async def rooms(self) -> dict[str, int]:
+        """How hand-overs went on all prefill engines; all zero of a plain fleet."""
+        found: dict[str, int] = {"met": 0, "failed": 0, "reused": 0, "refused": 0}
+        for url in self._urls:
+            async with self.session.get(f"{url}/rooms") as answer:
+                counts = await answer.json()
+            for name in found:
+                found[name] += counts[name]
+        return found
+
     def check(self) -> None:
         """Raises DemoFailure when one of the processes is gone."""
         for process, log in self._running:
@@ -80,8 +123,7 @@ class Fleet:
     async def _engine(self, number: int) -> str:
         """Starts one engine on free ports; its first line of output names its URL."""
         log = Path(self._folder.name) / f"engine{number}.log"
-        command = f"engine --port 0 --page-size {PAGE_TOKENS} --tokens {CACHE_TOKENS} --decode-ms {DECODE_MS}"
-        command += f" --prefill-tokens-per-s {PREFILL_TOKENS_PER_S} --max-running {MAX_RUNNING}"
+        command = f"engine --port 0 --page-size {PAGE_TOKENS} --decode-ms {DECODE_MS} {self._layout.engines[number]}"
         process = await self._start(command.split(), log, output=asyncio.subprocess.PIPE)
         assert process.stdout is not None
         try:
@@ -121,7 +163,8 @@ class Fleet:
 
     async def _all_live(self) -> bool:
         ranks = await self.ranks()
-        return len(ranks) == self._count and all(rank["state"] == "live" for rank in ranks)
+        expected = self._layout.ranks + self._layout.decode
+        return len(ranks) == expected and all(rank["state"] == "live" for rank in ranks)
 
     async def _wait(self, seen: Any, what: str) -> None:
         deadline = time.monotonic() + START_LIMIT_S

@@ -29,6 +29,8 @@ class PhaseStats:
     ttft_s: list[float] = field(default_factory=list)
     per_worker: dict[str, int] = field(default_factory=dict)
     first_error: str = ""
+    rooms: dict[str, int] = field(default_factory=dict)
+    """Of a split fleet: how its hand-overs went (router.engine.rooms)."""
 
     @property
     def hit_rate(self) -> float:
@@ -48,6 +50,7 @@ class PhaseStats:
             "predicted_cached_tokens": self.predicted_cached_tokens,
             "unbounded_cache_hit_rate": round(self.ideal_hit_rate, 4),
             "requests_by_worker": self.per_worker,
+            **({"rooms": self.rooms} if any(self.rooms.values()) else {}),
             "ttft_s": {
                 "mean": _rounded(self.mean_ttft_s),
                 **{f"p{share}": _rounded(percentile(self.ttft_s, share / 100)) for share in (50, 90, 99)},
@@ -57,6 +60,13 @@ class PhaseStats:
 
 def _rounded(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 4)
+
+
+def met_once(phase: PhaseStats) -> tuple[str, bool]:
+    """Every request's pair met in its room, exactly once, and no engine got traffic without one."""
+    rooms, asked = phase.rooms, phase.requests + phase.errors
+    good = rooms["met"] == asked and not (rooms["failed"] or rooms["reused"] or rooms["refused"])
+    return f"{phase.policy}: {rooms['met']} of {asked} pairs met in their room once", good
 
 
 def findings(kv: PhaseStats, round_robin: PhaseStats) -> list[tuple[str, bool]]:

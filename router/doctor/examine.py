@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -16,7 +16,7 @@ import zmq.asyncio
 from router.config import Config
 from router.config.schema import TokenizerConfig
 from router.doctor.findings import Diagnosis, Finding
-from router.doctor.judge import Evidence, diagnose
+from router.doctor.judge import Evidence, diagnose, split_findings
 from router.doctor.probe import ProbeRefused, compare_ids, probe_worker
 from router.doctor.wiretap import Heard, listen
 from router.errors import RouterError
@@ -65,7 +65,11 @@ async def examine(config: Config, *, seconds: float, probe: bool) -> list[Diagno
     try:
         fleet.start()
         await _described(fleet, seconds)
-        jobs = [_one(worker, index, tap_context, config, seconds, probe) for worker in fleet.workers]
+        together = split_findings(fleet.workers)
+        jobs = [
+            _one(worker, index, tap_context, config, seconds, probe, together.get(worker.url.text, ()))
+            for worker in fleet.workers
+        ]
         return list(await asyncio.gather(*jobs))
     finally:
         await fleet.close()
@@ -81,7 +85,13 @@ async def _described(fleet: Fleet, seconds: float) -> None:
 
 
 async def _one(
-    worker: Worker, index: PrefixIndex, context: zmq.asyncio.Context, config: Config, seconds: float, probe: bool
+    worker: Worker,
+    index: PrefixIndex,
+    context: zmq.asyncio.Context,
+    config: Config,
+    seconds: float,
+    probe: bool,
+    split: Sequence[Finding],
 ) -> Diagnosis:
     if worker.info is None:
         return diagnose(worker, Evidence())
@@ -91,11 +101,11 @@ async def _one(
     taps = [
         asyncio.create_task(listen(context, at.events, heard[at.rank])) for at in endpoints if at.events is not None
     ]
-    evidence = Evidence(heard=heard)
+    evidence = Evidence(heard=heard, split=split)
     try:
         await _streams_up(worker, until)
         found, evidence.tokenizer_problem = await _prompts(worker, config, probe)
-        if probe and worker.routable:
+        if probe and worker.routable and worker.role == "plain":  # one half of a pair serves nobody
             found += await _probes(worker, index)
             evidence.probed = True
         evidence.probe_findings = tuple(found)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.doctor.findings import Diagnosis, Finding
+from router.config.schema import LOOPBACK_HOSTS
+from router.doctor.findings import Diagnosis, Finding, Severity
 from router.doctor.wiretap import Heard
 from router.fleet.rank import Rank
 from router.fleet.worker import Worker
+from router.pairs.pools import by_role, missing_text
 
 EVENTS_FLAG = '--kv-events-config \'{"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657"}\''
 BIND_ADVICE = (
@@ -27,18 +29,42 @@ class Evidence:
     tokenizer_problem: str = ""
     """Why text prompts are not tokenised here; empty when they are."""
     probe_findings: tuple[Finding, ...] = ()
+    split: Sequence[Finding] = ()
+    """Of `split_findings`."""
 
 
 def diagnose(worker: Worker, evidence: Evidence) -> Diagnosis:
     """Everything that can be said of one engine, the gravest first."""
     if worker.info is None:
         return Diagnosis(worker.url.text, False, (_not_described(worker),), "not checked")
-    findings = [*_engine(worker, evidence), *evidence.probe_findings]
+    findings = [*_engine(worker, evidence), *evidence.probe_findings, *evidence.split]
     for rank in worker.ranks:
         findings.extend(_rank(worker, rank, evidence))
     order = {"error": 0, "warning": 1, "info": 2}
     findings.sort(key=lambda finding: order[finding.severity])
     return Diagnosis(worker.url.text, True, tuple(findings), _summary(worker))
+
+
+def split_findings(workers: Sequence[Worker]) -> dict[str, list[Finding]]:
+    """By URL: what shows only when the engines of a split fleet are looked at together."""
+    found: dict[str, list[Finding]] = {}
+    for name in sorted({name for worker in workers for name in worker.models}):
+        pools = by_role(worker for worker in workers if worker.info is not None and worker.serves(name))
+        elsewhere = any(worker.url.host not in LOOPBACK_HOSTS for worker in pools.decode)
+        for worker in pools.prefill:
+            if worker.url.host in LOOPBACK_HOSTS and worker.bootstrap_port is not None and elsewhere:
+                what = f"decode engines on other machines are told to meet it at {worker.url.host}"
+                advice = "give the router this engine's URL with an address that decode engines can reach"
+                found.setdefault(worker.url.text, []).append(Finding("error", "bootstrap_host", what, advice))
+        code = pools.missing()
+        if code is None:
+            continue
+        severity: Severity = "error" if len(workers) > 1 else "warning"
+        advice = f"start the other half, or check it as well: requests get 503 {code} without it"
+        for worker in (*pools.prefill, *pools.decode):
+            half = Finding(severity, "half_pool", missing_text(code, name), advice)
+            found.setdefault(worker.url.text, []).append(half)
+    return found
 
 
 def _not_described(worker: Worker) -> Finding:
@@ -56,22 +82,31 @@ def _engine(worker: Worker, evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             "error", "health", f"{worker.state}: {worker.reason}", "wait for /health, or see the engine's log"
         )
-    if info.role != "plain":
-        yield Finding("info", "role", f"a {info.role} engine", "it gets no plain traffic from the router")
-    if not info.cache_report:
-        flag = "--enable-prompt-tokens-details" if info.engine == "vllm" else "--enable-cache-report"
+    if worker.role != "plain":
+        yield Finding("info", "role", f"a {worker.role} engine", "it gets no plain traffic from the router, only pairs")
+    for drift in worker.drifts.values():
+        what = f"advertised {drift.advertised}, observed {drift.observed}"
+        yield Finding("error", f"drift_{drift.kind}", what, drift.advice)
+    if info.engine == "vllm":  # it describes no flags, and a false "not reported" would send people looking
         yield Finding(
-            "warning", "cache_report", "cached tokens are not reported in usage", f"start the engine with {flag}"
+            "info",
+            "cache_report",
+            "vLLM does not say whether usage carries cached tokens",
+            "it does with --enable-prompt-tokens-details",
         )
+    elif not info.cache_report:
+        what, advice = "cached tokens are not reported in usage", "start the engine with --enable-cache-report"
+        yield Finding("warning", "cache_report", what, advice)
+    if descriptor is None and worker.role == "decode":
+        advice = f"nothing to do, unless it keeps a radix cache: then start it with {EVENTS_FLAG}"
+        yield Finding("info", "no_descriptor", "a decode engine that announces no blocks", advice)
+        return
     if descriptor is None:
         advice = f"start SGLang with {EVENTS_FLAG}; for vLLM set workers[].kv_events in the router's configuration"
         yield Finding("error", "no_descriptor", worker.ranks[0].reason if worker.ranks else "no ranks", advice)
         return
     for note in descriptor.notes:
         yield Finding("warning", "descriptor", note, "correct the engine's --kv-events-config, or workers[].kv_events")
-    for drift in worker.drifts.values():
-        what = f"advertised {drift.advertised}, observed {drift.observed}"
-        yield Finding("error", f"drift_{drift.kind}", what, drift.advice)
     if all(at.replay is None for at in descriptor.ranks):
         yield Finding(
             "warning",

@@ -12,6 +12,7 @@ from aiohttp import web
 from router.engine.body import CHAT, GENERATE, BadRequest, Call
 from router.engine.options import EngineOptions
 from router.engine.rank import Rank
+from router.engine.rooms import Handed
 from router.engine.scheduler import DoesNotFit, Request
 from router.engine.shapes import DONE, OpenAiShapes, generate_item, sse
 from router.engine.text import TextCodec
@@ -29,7 +30,9 @@ class Answer:
         ranks: list[Rank],
         options: EngineOptions,
         clock_s: Callable[[], float],
+        handed: list[Handed] | None = None,
     ) -> None:
+        """`handed`: what a prefill engine computed of each sequence."""
         self.closed = asyncio.Event()
         self._call = call
         self._codec = codec
@@ -44,6 +47,7 @@ class Answer:
                 max_new_tokens=call.max_new_tokens,
                 sample=codec.answer(sequence.ids, sequence.choice % call.copies),
                 session_id=sequence.session_id,
+                handed_cached_tokens=None if handed is None else handed[sequence.choice].cached_tokens,
                 progressed=self._notifier(sequence.choice),
             )
             for sequence in call.sequences
@@ -53,6 +57,11 @@ class Answer:
         self._read = [0] * len(self._requests)
         self._open = set(range(len(self._requests)))
         self._shapes = OpenAiShapes(call, int(clock_s()), cache_report=options.cache_report)
+
+    @property
+    def requests(self) -> list[Request]:
+        """One a sequence, in order."""
+        return self._requests
 
     def submit(self) -> None:
         """Raises BadRequest when a sequence can never fit its rank; none runs then."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -18,17 +20,21 @@ from router.engine.body import (
     COMPLETIONS,
     GENERATE,
     BadRequest,
+    Call,
     json_object,
     read_call,
     read_tokenize,
 )
+from router.engine.handover import BootstrapServer, HandoverFailed, Meeting, read_meetings
 from router.engine.options import EngineOptions
 from router.engine.publisher import EventPublisher, LoadPublisher, bind_range, port_of
 from router.engine.radix import RadixCache
 from router.engine.rank import Rank
+from router.engine.rooms import Fault, Handed, Rooms
 from router.engine.scheduler import Scheduler
 from router.engine.server_info import BoundPorts, server_info, startup_times
 from router.engine.shapes import error_body
+from router.engine.split import prefill_answer, taken_over
 from router.engine.text import TextCodec
 from router.engine.wire import PageHasher
 
@@ -71,6 +77,10 @@ class SimulatedEngine:
         self._sockets: list[zmq.asyncio.Socket] = []
         self._runner: web.AppRunner | None = None
         self._answers: set[Answer] = set()
+        self.bootstrap: BootstrapServer | None = None
+        """Of a prefill engine."""
+        self.refused = 0
+        """Requests a prefill or decode engine got without a room: plain traffic, which it must never get."""
         self._next_rank = 0
 
     async def start(self) -> None:
@@ -79,6 +89,7 @@ class SimulatedEngine:
             codec = self._given_codec
             self._codec = codec if codec is not None else await asyncio.to_thread(TextCodec, self.options.model_path)
             self._open_ranks()
+            await self._open_bootstrap()
             for rank in self.ranks:
                 rank.start()
             # A client that goes away cancels its handler, which aborts the request.
@@ -98,6 +109,8 @@ class SimulatedEngine:
         """Close everything at once; running requests are cut off."""
         for rank in self.ranks:
             await rank.stop()
+        if self.bootstrap is not None:
+            await self.bootstrap.stop()
         if self._runner is not None:
             await self._runner.cleanup()
         for socket in self._sockets:
@@ -116,7 +129,8 @@ class SimulatedEngine:
         kv = self._bind(zmq.PUB, options.kv_port, _PUB_BACKLOG)
         replay = self._bind(zmq.ROUTER, options.replay_port if kv else None, options.buffer_batches + 1)
         load = self._bind(zmq.PUB, options.load_port, _PUB_BACKLOG)
-        self.ports = BoundPorts(*(port_of(sockets[0]) if sockets else None for sockets in (kv, replay, load)))
+        bound = [port_of(sockets[0]) if sockets else None for sockets in (kv, replay, load)]
+        self.ports = BoundPorts(bound[0], bound[1], bound[2])
         hasher = PageHasher(options.block_tokens, bigram=options.eagle, format=options.format)
         for rank in range(count):
             cache = RadixCache(options.tokens // options.block_tokens)
@@ -129,9 +143,30 @@ class SimulatedEngine:
                     buffer_batches=options.buffer_batches,
                 )
             reports = LoadPublisher(load[rank], rank, time_scale=options.time_scale) if load else None
-            scheduler = Scheduler(cache, hasher, options.timing)
+            keeps = options.role != "decode" or options.decode_radix_cache
+            scheduler = Scheduler(cache, hasher, options.timing, keeps_prefixes=keeps)
             scale = options.time_scale
             self.ranks.append(Rank(rank, scheduler, hasher, events, reports, time_scale=scale, clock_s=self._clock_s))
+
+    async def _open_bootstrap(self) -> None:
+        options = self.options
+        if options.role != "prefill":
+            return
+        self.bootstrap = BootstrapServer(
+            Rooms(self._fault),
+            ranks=options.dp_size,
+            transfer_tokens_per_s=options.transfer_tokens_per_s,
+            timeout_s=options.bootstrap_timeout_s,
+            time_scale=options.time_scale,
+        )
+        await self.bootstrap.start(options.host, options.bootstrap_port)
+        self.ports = replace(self.ports, bootstrap=self.bootstrap.port)
+
+    def _fault(self, room: int) -> Fault:
+        options = self.options
+        if options.transfer_fault == "none" or random.Random(room).random() >= options.transfer_fault_share:
+            return ""
+        return "never" if options.transfer_fault == "never" else "fails"
 
     def _bind(self, kind: int, base: int | None, backlog: int) -> list[zmq.asyncio.Socket]:
         if base is None:
@@ -147,6 +182,7 @@ class SimulatedEngine:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/get_server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/rooms", self._rooms)
         app.router.add_post("/v1/tokenize", self._tokenize)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/abort_request", self._abort)
@@ -214,18 +250,58 @@ class SimulatedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        answer: Answer | None = None
         try:
             call = read_call(request.path, raw, request.headers, self.options, self._codec)
-            answer = Answer(call, self._codec, self._pick(call.rank, len(call.sequences)), self.options, self._clock_s)
+            if self.options.role == "prefill":
+                return await self._prefill(call, raw)
+            ranks = self._pick(call.rank, len(call.sequences))
+            handed = await self._taken_over(call, raw, ranks) if self.options.role == "decode" else None
+            answer = Answer(call, self._codec, ranks, self.options, self._clock_s, handed)
             answer.submit()
         except BadRequest as error:
             return _refusal(request.path, error)
+        except HandoverFailed as error:
+            return _json(error_body(request.path, 500, str(error), "InternalServerError"), status=500)
         self._answers.add(answer)
         try:
             return await (answer.stream(request) if call.stream else answer.whole())
         finally:
             answer.close()
             self._answers.discard(answer)
+
+    async def _prefill(self, call: Call, raw: bytes) -> web.StreamResponse:
+        """Whole, also where a stream was asked for: one token is all there is."""
+        assert self.bootstrap is not None
+        meetings = self._meetings(call, raw)
+        one_token = replace(call, max_new_tokens=1, stream=False)
+        ranks = [self.ranks[m.room % len(self.ranks)] if call.rank is None else self.ranks[call.rank] for m in meetings]
+        prompts = [(sequence.ids, sequence.namespace) for sequence in call.sequences]
+        made: list[Answer] = []
+
+        def make() -> Answer:
+            made.append(Answer(one_token, self._codec, ranks, self.options, self._clock_s))
+            self._answers.update(made)
+            return made[0]
+
+        try:
+            return await prefill_answer(self.bootstrap, meetings, ranks, prompts, make)
+        finally:
+            self._answers.difference_update(made)
+
+    async def _taken_over(self, call: Call, raw: bytes, ranks: list[Rank]) -> list[Handed]:
+        prompts = [(sequence.ids, sequence.namespace) for sequence in call.sequences]
+        return await taken_over(self._meetings(call, raw), ranks, prompts, self.options.bootstrap_timeout_s)
+
+    def _meetings(self, call: Call, raw: bytes) -> list[Meeting]:
+        body = json_object(raw)
+        self.refused += body.get("bootstrap_room") is None
+        return read_meetings(body, len(call.sequences))
+
+    async def _rooms(self, request: web.Request) -> web.Response:
+        """Of the simulation only: how hand-overs went."""
+        rooms = self.bootstrap.rooms if self.bootstrap is not None else Rooms()
+        return _json({**asdict(rooms.counts), "open": len(rooms), "refused": self.refused})
 
     def _pick(self, pinned: int | None, count: int) -> list[Rank]:
         """The rank of each sequence: the pinned one, else all in turn."""

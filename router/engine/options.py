@@ -34,6 +34,12 @@ class EngineOptions:
     format: str = "default"
     eagle: bool = False
     role: str = "plain"
+    bootstrap_port: int = 0
+    bootstrap_timeout_s: float = 300.0
+    transfer_tokens_per_s: float = 200_000.0
+    decode_radix_cache: bool = False
+    transfer_fault: str = "none"
+    transfer_fault_share: float = 1.0
     model: str = "tiny"
     model_path: Path = TINY_MODEL
     topic: str = ""
@@ -46,8 +52,14 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.role not in ("plain", "prefill", "decode"):
             raise ConfigError(f"--role {self.role}: write plain, prefill or decode")
-        if self.role != "plain":
-            raise ConfigError(f"--role {self.role}: this engine does not simulate disaggregation; use --role plain")
+        if self.transfer_fault not in ("none", "never", "fails"):
+            raise ConfigError(f"--transfer-fault {self.transfer_fault}: write none, never or fails")
+        if self.decode_radix_cache and self.role != "decode":
+            raise ConfigError("--decode-radix-cache is for --role decode")
+        if self.transfer_tokens_per_s <= 0 or self.bootstrap_timeout_s <= 0 or not 0 <= self.transfer_fault_share <= 1:
+            raise ConfigError(
+                "--transfer-tokens-per-s and --bootstrap-timeout-s must be above 0, --transfer-fault-share 0 to 1"
+            )
         if self.format not in ("default", "dynamo"):
             raise ConfigError(f"--format {self.format}: write default or dynamo")
         for name in ("page_size", "dcp_size", "dp_size", "context_length", "buffer_batches"):
@@ -59,8 +71,8 @@ class EngineOptions:
             raise ConfigError(f"--time-scale must be above 0, got {self.time_scale}")
         if self.timing.prefill_tokens_per_s <= 0 or self.timing.max_running < 1 or self.timing.chunk_tokens < 1:
             raise ConfigError("--prefill-tokens-per-s, --max-running and --chunk-tokens must be above 0")
-        for name in ("port", "kv_port", "replay_port", "load_port"):
-            port, count = getattr(self, name), 1 if name == "port" else self.dp_size
+        for name in ("port", "bootstrap_port", "kv_port", "replay_port", "load_port"):
+            port, count = getattr(self, name), 1 if name in ("port", "bootstrap_port") else self.dp_size
             if port is not None and not 0 <= port <= 65536 - count:
                 raise ConfigError(f"{_flag(name)} {port}: {count} ports from there do not fit into 0 … 65535")
         if self.kv_port is None and self.replay_port is not None:
@@ -96,7 +108,24 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context-length", type=int, default=default.context_length)
     parser.add_argument("--format", default=default.format, help="default or dynamo")
     parser.add_argument("--eagle", action="store_true", help="bigram blocks, as with EAGLE speculative decoding")
-    parser.add_argument("--role", default=default.role, help="plain")
+    parser.add_argument(
+        "--role", "--disaggregation-mode", dest="role", default=default.role, help="plain, prefill or decode"
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=int,
+        default=default.bootstrap_port,
+        help="of a prefill engine: where decode engines meet it; 0 picks a free one",
+    )
+    parser.add_argument("--bootstrap-timeout-s", type=float, default=default.bootstrap_timeout_s)
+    parser.add_argument(
+        "--transfer-tokens-per-s", type=float, default=default.transfer_tokens_per_s, help="from prefill to decode"
+    )
+    parser.add_argument("--decode-radix-cache", action="store_true", help="a decode engine that keeps prefixes")
+    parser.add_argument(
+        "--transfer-fault", default=default.transfer_fault, help="of a prefill engine: none, never (meets) or fails"
+    )
+    parser.add_argument("--transfer-fault-share", type=float, default=default.transfer_fault_share)
     parser.add_argument("--model", default=default.model, help="served model name")
     parser.add_argument("--topic", default=default.topic, help="topic of the event stream")
     parser.add_argument("--health-delay-s", type=float, default=default.health_delay_s)

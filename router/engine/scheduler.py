@@ -33,6 +33,8 @@ class Request:
     max_new_tokens: int
     sample: Callable[[int], int]
     session_id: str | None = None
+    handed_cached_tokens: int | None = None
+    """Its prompt was computed by a prefill engine, which had so much of it cached; None: it is computed here."""
     progressed: Callable[[Request], None] | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -73,8 +75,12 @@ class Load:
 
 
 class Scheduler:
-    def __init__(self, cache: RadixCache, hasher: PageHasher, timing: TimingProfile) -> None:
+    def __init__(
+        self, cache: RadixCache, hasher: PageHasher, timing: TimingProfile, *, keeps_prefixes: bool = True
+    ) -> None:
+        """`keeps_prefixes` False: a decode engine without a radix cache, nothing outlives its request."""
         self.cache = cache
+        self._keeps_prefixes = keeps_prefixes
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._hasher = hasher
@@ -84,6 +90,10 @@ class Scheduler:
         self._prefilled_tokens = 0
         self._prefill_busy_s = 0.0
         self._step_prefill_s = 0.0
+
+    def held_tokens(self, ids: TokenIds, namespace: Namespace) -> int:
+        """Tokens of a prompt's full pages that are resident now."""
+        return self.cache.peek(namespace, self._hasher.keys(ids, namespace)) * self._width
 
     def capacity_tokens(self) -> int:
         return self.cache.capacity_pages * self._width
@@ -179,6 +189,9 @@ class Scheduler:
         self._promised_pages += output_pages
         request.cached_tokens = request.computed_tokens = found.pages * self._width
         request.admitted_s = now_s
+        if request.handed_cached_tokens is not None:
+            request.cached_tokens, request.computed_tokens = request.handed_cached_tokens, request.prompt_tokens
+            self._make_resident(request, request.keys[: self._hasher.full_pages(request.prompt_tokens)], request.ids)
         return True
 
     def _plan_chunk(self, request: Request, budget: int, prefill_s: float) -> tuple[int, float]:
@@ -229,7 +242,7 @@ class Scheduler:
 
     def _make_resident(self, request: Request, keys: list[int], ids: TokenIds) -> None:
         """Hand the request's own full pages to the tree; pages another request put there meanwhile are freed."""
-        if len(keys) <= request.tree_pages:
+        if len(keys) <= request.tree_pages or not self._keeps_prefixes:
             return
         found = self.cache.insert(request.namespace, keys, ids, request.session_id)
         self.cache.release(found.pages - request.tree_pages)

@@ -9,6 +9,8 @@ from typing import Any
 from router.engine.options import EngineOptions
 
 VERSION = "0.5.23"
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's; engines of every role print one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class BoundPorts:
     kv: int | None
     replay: int | None
     load: int | None
+    bootstrap: int = DEFAULT_BOOTSTRAP_PORT
 
     def describe(self) -> str:
         named = {"events": self.kv, "replay": self.replay, "load": self.load}
@@ -72,11 +75,11 @@ def server_info(options: EngineOptions, ports: BoundPorts, startup: dict[str, An
         "max_total_tokens": capacity_tokens,
         "chunked_prefill_size": options.timing.chunk_tokens,
         "schedule_policy": "fcfs",
-        "disable_radix_cache": False,
+        "disable_radix_cache": options.role == "decode" and not options.decode_radix_cache,
         "radix_eviction_policy": "lru",
         "speculative_algorithm": "EAGLE" if options.eagle else None,
-        "disaggregation_mode": "null",
-        "disaggregation_bootstrap_port": 8998,
+        "disaggregation_mode": "null" if options.role == "plain" else options.role,
+        "disaggregation_bootstrap_port": ports.bootstrap,
         "enable_cache_report": options.cache_report,
         "enable_hierarchical_cache": False,
         "kv_events_format": options.format,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ssl
 from typing import TypeVar
@@ -42,6 +43,22 @@ def probe_session(ssl_context: ssl.SSLContext | None = None) -> aiohttp.ClientSe
 async def ask_health(session: aiohttp.ClientSession, worker: Worker, timeout_s: float) -> None:
     """Returns when `GET /health` said 200. SGLang takes 1.0 s to say so. Raises Unanswered."""
     await _get(session, worker, "/health", timeout_s)
+
+
+async def ask_bootstrap(worker: Worker, timeout_s: float) -> str:
+    """Why nobody can connect to a prefill engine's bootstrap port; empty when one can, or when there is none to ask."""
+    port = worker.bootstrap_port
+    if port is None or worker.dialect == "vllm":
+        return ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(worker.url.host, port)
+    except TimeoutError:
+        return f"no connection within {timeout_s:g} s"
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or type(error).__name__
+    writer.close()
+    return ""
 
 
 async def ask_info(session: aiohttp.ClientSession, worker: Worker, timeout_s: float) -> ServerInfo:

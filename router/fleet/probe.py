@@ -11,7 +11,7 @@ import aiohttp
 
 from router.config import FleetConfig
 from router.contract.server_info import ServerInfo
-from router.fleet.ask import Unanswered, ask_health, ask_info
+from router.fleet.ask import Unanswered, ask_bootstrap, ask_health, ask_info
 from router.fleet.worker import Worker
 
 log = logging.getLogger("router.fleet")
@@ -20,6 +20,9 @@ FIRST_RETRY_S = 0.2
 RETRY_GROWTH = 1.6
 SUSPECT_S = 1.0
 """A worker that passed until now and failed once is looked at again this soon."""
+
+BOOTSTRAP_S = 2.0
+"""For a connection to a prefill engine's bootstrap port."""
 
 
 class Backoff:
@@ -112,6 +115,7 @@ class Prober:
             health.failed(str(error), refused=error.refused, loading=error.status == 503)
         else:
             health.passed()
+            worker.bootstrap_problem = await ask_bootstrap(worker, min(BOOTSTRAP_S, self._config.probe_timeout_s))
         if health.down and not was_down:
             self._health_retry.reset()
         if health.passing:

@@ -22,6 +22,7 @@ from router.fleet.probe import Prober
 from router.fleet.worker import Hold, Worker
 from router.index.prefix import PrefixIndex
 from router.index.vouch import Chains
+from router.pairs.pools import Pools, by_role
 
 log = logging.getLogger("router.fleet")
 
@@ -68,6 +69,7 @@ class Fleet:
         self._probers: dict[str, Prober] = {}
         self._known: dict[str, None] = {}
         self._routable: dict[str | None, list[Worker]] = {}
+        self._pools: dict[str | None, Pools[Worker]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._incarnations = Incarnations(
@@ -150,7 +152,7 @@ class Fleet:
             return False
         worker.removed = True
         worker.settle()
-        self._routable.clear()
+        self._changed()
         self._spawn(self._probers.pop(name).close())
         self._incarnations.end(worker)
         self._observer.worker_removed(name)
@@ -202,6 +204,16 @@ class Fleet:
                 self._routable[model] = found
         return found
 
+    def pools(self, model: str | None) -> Pools[Worker]:
+        """`routable(model)` by role."""
+        found = self._pools.get(model)
+        if found is None:
+            workers = self.routable(model)
+            found = by_role(workers)
+            if workers:
+                self._pools[model] = found
+        return found
+
     def known_model(self, model: str) -> bool:
         """Whether a worker, even one that is down or was removed, serves or served it (case 93)."""
         return model in self._known or model.rpartition(":")[0] in self._known
@@ -241,6 +253,11 @@ class Fleet:
 
     # ---- inside
 
+    def _changed(self) -> None:
+        """Who is routable, or as what, may be another now."""
+        self._routable.clear()
+        self._pools.clear()
+
     def _load_poll(self, worker: Worker) -> LoadPoll | None:
         interval_s = self._config.fleet.load_poll_s
         return LoadPoll(worker, self._session, interval_s=interval_s, clock=self._clock) if interval_s else None
@@ -255,7 +272,7 @@ class Fleet:
         if self._incarnations.adopt(worker, info):
             self._probers[worker.url.text].look_at_health()
         self._remember(worker)
-        self._routable.clear()
+        self._changed()
         self._on_described(worker)
 
     def _settle(self, worker: Worker) -> None:
@@ -265,7 +282,7 @@ class Fleet:
         worker.watch()
         if not changed:
             return
-        self._routable.clear()
+        self._changed()
         self._observer.worker_state(worker.url.text, worker.state)
         level = logging.WARNING if worker.state == "unhealthy" else logging.INFO
         log.log(level, "%s: %s%s", worker.url, worker.state, f" ({worker.reason})" if worker.reason else "")

@@ -15,6 +15,7 @@ from router.fleet.breaker import Breaker
 from router.fleet.doubt import judge_ranks
 from router.fleet.observer import FleetObserver
 from router.fleet.rank import Rank
+from router.fleet.roles import RoleWatch
 from router.index.scheme import Finding, WorkerScheme
 from router.observe.logs import RateLimit
 
@@ -135,11 +136,16 @@ class Worker:
         self.models: tuple[str, ...] = (settings.model,) if settings.model else ()
         """Served names, for GET /v1/models."""
         self.role: str = settings.role or "plain"
+        self.group = settings.group
+        """Transfer group: prefill and decode engines of different groups are not paired."""
+        self.bootstrap_problem = ""
+        """Of a prefill engine: why decode engines cannot meet it, as far as the router can see."""
         self.state = "starting"
         self.reason = "not described yet"
         self.ranks: tuple[Rank, ...] = ()
         self.scheme: WorkerScheme | None = None
         self.drifts: dict[str, Drift] = {}
+        self.roles = RoleWatch(clock)
         self.health = Health(unhealthy_after)
         self.breaker = Breaker()
         self.max_inflight = settings.max_inflight
@@ -162,6 +168,20 @@ class Worker:
         return self.state == "ready"
 
     @property
+    def dialect(self) -> str:
+        """How the engine hands KV over to another (router.pairs)."""
+        return "vllm" if self.info is not None and self.info.engine == "vllm" else "sglang"
+
+    @property
+    def bootstrap_port(self) -> int | None:
+        """Where decode engines meet this prefill engine; None: nowhere, or it needs no such place (vLLM)."""
+        return self.info.bootstrap_port if self.info is not None and self.role == "prefill" else None
+
+    @property
+    def can_meet(self) -> bool:
+        return self.dialect == "vllm" or self.bootstrap_port is not None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Every name a request may use: the served ones, and the model's path unless the operator named the model."""
         path = self.info.model_path if self.info is not None else None
@@ -169,8 +189,8 @@ class Worker:
 
     @property
     def inflight_requests(self) -> int:
-        """Own requests from placement to last byte, all ranks."""
-        return sum(rank.account.requests for rank in self.ranks)
+        """Requests from placement to last byte, all ranks, siblings' too."""
+        return sum(rank.account.requests + rank.account.sibling_requests for rank in self.ranks)
 
     def serves(self, model: str) -> bool:
         """By name, or as `base:adapter` by its base."""
@@ -208,14 +228,16 @@ class Worker:
         return any(rank.last_event_s is not None and rank.last_event_s > self._lost_s for rank in self.ranks)
 
     def take_info(self, info: ServerInfo) -> None:
-        """The operator's `model` and `role` beat the engine's."""
+        """The operator's `model` beats the engine's. A role is the engine's to say: only it knows what it can do."""
+        self.roles.took(self.info, info)
         self.info = info
         self.models = (self.settings.model,) if self.settings.model else info.model_names
-        self.role = self.settings.role or info.role
+        self.role = info.role if info.says_role else self.settings.role or "plain"
 
     def forget(self) -> None:
         """Everything that belonged to the incarnation that ended."""
         self.ranks, self.scheme, self.descriptor = (), None, None
+        self.bootstrap_problem = ""
         self.breaker = Breaker()
         for kind in self.drifts:
             self._observer.drift(self.url.text, kind, False)
@@ -253,6 +275,7 @@ class Worker:
         for rank in self.ranks:
             rank.watch()
         self.check_ranks()
+        self.roles.check(self)
 
     def drifted(self, kind: str, advertised: Any, observed: Any, advice: str) -> None:
         """A promise of the engine is broken in this way, or differently from before. Says so once in the log."""
@@ -288,6 +311,8 @@ class Worker:
             "model": self.models[0] if self.models else None,
             "models": list(self.models),
             "role": self.role,
+            "group": self.group,
+            "bootstrap_port": self.bootstrap_port,
             "state": self.state,
             "reason": self.reason,
             "breaker": self.breaker.state,

@@ -71,6 +71,7 @@ def test_a_real_sglang_body_is_read() -> None:
         model_names=("tiny",),
         model_path="/models/tiny",
         tokenizer_path="/models/tiny",
+        says_role=True,
         bootstrap_port=8998,
         page_size=64,
         dp_size=2,
@@ -147,7 +148,9 @@ def test_the_eagle_family_keys_its_tree_by_pairs(algorithm: object, bigram: bool
     [("null", "plain"), (None, "plain"), ("prefill", "prefill"), ("decode", "decode"), ("x", "plain"), (1, "plain")],
 )
 def test_role_follows_the_disaggregation_mode(mode: object, role: str) -> None:
-    assert parsed(disaggregation_mode=mode).role == role
+    info = parsed(disaggregation_mode=mode)
+    assert info.role == role
+    assert info.says_role == (mode in ("null", "prefill", "decode"))
 
 
 @pytest.mark.parametrize(

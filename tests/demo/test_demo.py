@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from router.demo.oracle import UnboundedCache
 from router.demo.run import demo
-from router.demo.stats import PhaseStats, findings, percentile
+from router.demo.stats import PhaseStats, findings, met_once, percentile
 from router.demo.workload import make_workload
 from router.hashing import pack_ids
+from tests.support.process import is_up, process, wait_until
 
 
 def test_the_same_seed_gives_the_same_schedule_and_another_seed_another() -> None:
@@ -72,3 +75,36 @@ def test_a_short_demo_runs_end_to_end_and_writes_the_promised_json(tmp_path: Pat
         assert result["predicted_cached_tokens"] <= result["prompt_tokens"]
         assert set(result["ttft_s"]) == {"mean", "p50", "p90", "p99"}
     assert document["kv"]["requests"] == document["round_robin"]["requests"]
+
+
+def test_a_short_disaggregated_demo_meets_every_pair_once(tmp_path: Path) -> None:
+    """Two prefill engines with two ranks each and three decode engines, for two seconds."""
+    path = tmp_path / "demo.json"
+    assert demo(duration_s=2.0, engines=4, seed=1, json_path=path, disaggregated=True) in (0, 1)
+    document = json.loads(path.read_text())
+    assert (document["engines"], document["disaggregated"]) == (5, True)
+    for policy in ("kv", "round_robin"):
+        result = document[policy]
+        assert result["errors"] == 0
+        assert result["requests"] > 10
+        assert result["rooms"] == {"met": result["requests"], "failed": 0, "reused": 0, "refused": 0}
+
+
+def test_a_room_that_failed_or_was_used_twice_is_a_finding() -> None:
+    good = PhaseStats("kv", 10, rooms={"met": 10, "failed": 0, "reused": 0, "refused": 0})
+    assert met_once(good)[1]
+    for name in ("failed", "reused", "refused"):
+        assert not met_once(PhaseStats("kv", 10, rooms={**good.rooms, name: 1}))[1]
+    assert not met_once(PhaseStats("kv", 11, rooms=good.rooms))[1]
+
+
+def test_a_demo_that_is_told_to_end_leaves_no_process_behind(tmp_path: Path) -> None:
+    """`timeout`, systemd and CI send SIGTERM, not Ctrl-C."""
+    log = tmp_path / "demo.log"
+    with process([sys.executable, "-m", "router", "demo", "--engines", "2", "--duration", "300"], log) as running:
+        wait_until(lambda: re.search(r"live page http://\S+/ui", log.read_text()), 60, "the live page's address")
+        (page,) = re.findall(r"live page (http://\S+/ui)", log.read_text())
+        assert is_up(page)
+        running.terminate()
+        assert running.wait(30) == 143
+        assert not is_up(page)

@@ -103,6 +103,15 @@ def test_model_and_role_come_from_labels_or_annotations() -> None:
     assert (found.settings.model, found.settings.role) == ("x", "prefill")
 
 
+def test_the_transfer_group_comes_from_a_label() -> None:
+    (found,), _ = read(pod("a", "10.0.0.1", labels={"kv-router/group": "rack-7"}))
+    assert found.settings.group == "rack-7"
+    (found,), _ = read(pod("a", "10.0.0.1", labels={"rack": "8", "kv-router/group": ""}), group_label="rack")
+    assert found.settings.group == "8"
+    (found,), _ = read(pod("a", "10.0.0.1", labels={"kv-router/group": ""}))
+    assert found.settings.group is None
+
+
 def test_a_role_that_is_none_is_left_to_the_engine_and_said() -> None:
     found, notes = read(pod("a", "10.0.0.1", labels={"kv-router/role": "worker"}))
     assert found[0].settings.role is None

@@ -103,6 +103,16 @@ async def test_a_fault_in_what_the_engine_says_of_itself_is_named(
     assert advice in found.advice
 
 
+async def test_vllm_is_not_accused_of_a_report_that_it_says_nothing_about(engine: FakeEngine) -> None:
+    """vLLM 0.32 describes no flags; one with --enable-prompt-tokens-details on was told to turn it on."""
+    engine.statuses = {"/server_info": 404, "/get_server_info": 404}
+    engine.bodies["/version"] = b'{"version":"0.32.0"}'
+    engine.bodies["/v1/models"] = b'{"data":[{"id":"base","root":"/models/base"}]}'
+    found = finding(await checked({"url": engine.url}), "cache_report")
+    assert found.severity == "info"
+    assert "--enable-prompt-tokens-details" in found.advice
+
+
 async def speaking(engine: FakeEngine, speak: Callable[[int], None], **worker: Any) -> Diagnosis:
     """Examines the engine while `speak(n)` publishes, n = 0, 1, 2 …, one batch or so each."""
 

@@ -44,7 +44,9 @@ def test_sockets_can_be_turned_off() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"role": "prefill"}, "use --role plain"),
+        ({"transfer_fault": "sometimes"}, "none, never or fails"),
+        ({"decode_radix_cache": True}, "--role decode"),
+        ({"transfer_tokens_per_s": 0.0}, "--transfer-tokens-per-s"),
         ({"role": "cook"}, "plain, prefill or decode"),
         ({"format": "yaml"}, "default or dynamo"),
         ({"page_size": 0}, "--page-size must be at least 1"),

@@ -138,12 +138,12 @@ async def test_models_are_known_while_their_workers_are_down_and_after_they_left
     assert (fleet.routable("tiny"), fleet.models()) == ([], [])
 
 
-async def test_the_operators_model_and_role_beat_the_engines(make_engine: MakeEngine, make_fleet: MakeFleet) -> None:
+async def test_the_operators_model_beats_the_engines(make_engine: MakeEngine, make_fleet: MakeFleet) -> None:
     engine = await make_engine()
-    fleet = make_fleet(workers=(settings(engine.url, model="mine", role="prefill"),))
+    fleet = make_fleet(workers=(settings(engine.url, model="mine"),))
     assert fleet.known_model("mine"), "known before the engine answers"
     worker = await ready(fleet)
-    assert (worker["model"], worker["role"], fleet.models()) == ("mine", "prefill", ["mine"])
+    assert (worker["model"], worker["role"], fleet.models()) == ("mine", "plain", ["mine"])
     assert fleet.routable("tiny") == []
 
 

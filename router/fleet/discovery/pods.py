@@ -121,6 +121,7 @@ def found_in(pod: Pod, config: KubernetesConfig) -> tuple[tuple[Found, ...], tup
             api_key=config.api_key,
             model=labels.get(config.model_label) or None,
             role=ROLES.get(role or ""),
+            group=labels.get(config.group_label) or None,
             kv_events=config.kv_events,
         )
         identity = f"pod {pod.name} uid {pod.metadata.uid} restarts {_restarts(status, container)}"
