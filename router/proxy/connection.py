@@ -18,6 +18,8 @@ HEAD_LIMIT_BYTES = 64 << 10
 FIELDS_LIMIT = 256
 _UNREAD_LIMIT_BYTES = 256 << 10
 _SLICE_BYTES = 256 << 10
+_COPIED_BYTES = 8 << 10
+"""A body up to this is put behind its head: copying it costs less than a second buffer."""
 _BODYLESS = frozenset({204, 304})
 
 
@@ -117,7 +119,10 @@ class Connection(asyncio.Protocol):
         self._head = self._loop.create_future()
         self.last_activity = self._loop.time()
         if len(body) <= _SLICE_BYTES:
-            self._transport.write(head + body)
+            if len(body) <= _COPIED_BYTES:
+                self._transport.write(head + body)
+            else:
+                self._transport.writelines((head, body))
             self._sent_all = True
         else:
             self._transport.write(head)

@@ -1,132 +1,200 @@
-"""The client's connection: aiohttp's HTTP/1.1 server protocol, with deadlines, and answers written straight to it.
-
-aiohttp parses requests, keeps them in order and notices when the client leaves. Answers do not pass through its
-response classes: a relayed head and its pieces are bytes already.
-"""
+"""The client's connection: requests in order, deadlines, and answers written straight to the socket."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import msgspec
-from aiohttp import web
-from aiohttp.http import HttpVersion11
-from aiohttp.web_protocol import RequestHandler
 
 from router.errors import RouterError
 from router.proxy.forward import Throttled
 from router.proxy.plan import RawHeaders
+from router.proxy.request import Request, RequestParser
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from aiohttp.abc import AbstractStreamWriter
-
-
-class Sent(web.StreamResponse):
-    """Tells aiohttp that the answer is written already, and whether the connection lives on."""
-
-    def __init__(self, *, keep: bool) -> None:
-        super().__init__()
-        self._keep = keep
-
-    @property
-    def keep_alive(self) -> bool | None:
-        return self._keep
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        return None
+_MAX_WAITING_REQUESTS = 32
+"""Pipelined behind the one being answered; more are left in the socket."""
+_LINGER_S = 2.0
+"""A client that still sends when we end the connection would lose our answer to a reset, so we listen for a while."""
 
 
-class ClientConnection(RequestHandler):
+class ClientConnection(asyncio.Protocol):
     """One accepted socket. `sweep` is to be called about once a second: it enforces the deadlines."""
 
     def __init__(
         self,
-        *args: Any,
-        has_room: Callable[[], bool],
-        on_refused: Callable[[RouterError], None],
-        **settings: Any,
+        loop: asyncio.AbstractEventLoop,
+        parser: RequestParser,
+        serve: Callable[[ClientConnection, Request], Coroutine[Any, Any, bool]],
+        on_made: Callable[[ClientConnection], bool],
+        on_lost: Callable[[ClientConnection], None],
     ) -> None:
-        """`has_room` is asked when the socket is accepted; False closes it at once. `on_refused` is told of every
-        request that never reached the handler because it is not well-formed HTTP."""
-        super().__init__(*args, **settings)
-        self._has_room = has_room
-        self._on_refused = on_refused
+        """`serve` answers one request and says whether the connection lives on; it is cancelled when the client leaves.
+        `on_made` is asked when the socket is accepted; False closes it at once."""
+        self._loop = loop
+        self._parser = parser
+        self._serve = serve
+        self._on_made = on_made
+        self._on_lost = on_lost
+        self.transport: asyncio.Transport | None = None
+        self.task: asyncio.Task[None] | None = None
+        """Answers the requests, from the first one to the connection's end: a task for each would cost 2 µs more."""
         self.busy = False
         """A request's head is complete and its answer is not."""
+        self._next: asyncio.Future[None] | None = None
         self.throttled: Throttled | None = None
         self._waiting_since: float | None = None
+        self._idle_since = 0.0
+        self._ending_since: float | None = None
         self._full_since: float | None = None
         self._full_bytes = 0
+        self._held_back = False
+
+    # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
+        self.transport = cast(asyncio.Transport, transport)
         self._waiting_since = self._loop.time()
-        if not self._has_room():
-            self.force_close()
+        if not self._on_made(self):
+            self.transport.abort()
+            return
+        accepted = transport.get_extra_info("socket")
+        if accepted is not None:  # a client whose machine is gone is noticed, also in a stream that pauses
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def data_received(self, data: bytes) -> None:
-        if not self.busy and self._waiting_since is None:
-            self._waiting_since = self._loop.time()
-        super().data_received(data)
+        if self._ending_since is not None:
+            return
+        parser = self._parser
+        parser.feed(data)
+        if not self.busy:
+            if parser.arrived:
+                self._begin()
+            elif self._waiting_since is None and parser.in_head:
+                self._waiting_since = self._loop.time()
+        elif len(parser.arrived) > _MAX_WAITING_REQUESTS and not self._held_back:
+            self._held_back = True
+            assert self.transport is not None
+            self.transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if self.task is not None:
+            self.task.cancel()
+        while self._parser.arrived:
+            self._parser.arrived.popleft().release()
+        self._on_lost(self)
 
     def pause_writing(self) -> None:
-        super().pause_writing()
         self._full_since = self._loop.time()
         self._full_bytes = self._unsent_bytes()
         if self.throttled is not None:
             self.throttled.pause()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
         self._full_since = None
         if self.throttled is not None:
             self.throttled.resume()
+
+    # --- one request after the other
+
+    def _begin(self) -> None:
+        self._waiting_since = None
+        self.busy = True
+        if self._next is not None:
+            self._next.set_result(None)
+            self._next = None
+        else:
+            self.task = self._loop.create_task(self._answer_all())
+
+    async def _answer_all(self) -> None:
+        arrived = self._parser.arrived
+        while True:
+            request = arrived.popleft()
+            try:
+                keep = await self._serve(self, request)
+            finally:
+                request.release()
+            if not (keep and self._may_go_on(request)):
+                self.end()
+                return
+            if request.complete and arrived:
+                await asyncio.sleep(0)  # behind each other in one read: others get their turn
+                continue
+            self._pause(request)
+            self._next = self._loop.create_future()
+            await self._next
+
+    def _pause(self, request: Request) -> None:
+        """Nothing is to be answered, and all of `request` may not have come."""
+        self.busy = False
+        self._idle_since = now = self._loop.time()
+        if self._held_back and self.transport is not None:
+            self._held_back = False
+            self.transport.resume_reading()
+        if self._parser.in_head or not request.complete:
+            self._waiting_since = now
+        if not request.complete:
+            request.changed = lambda: self._rest_came(request)
+
+    def _may_go_on(self, request: Request) -> bool:
+        """False when the client may or may not send the body it announced, or nothing behind it can be read."""
+        if not request.keep_alive or request.failure is not None:
+            return False
+        return request.complete or request.fields.raw_value(b"expect") is None
+
+    def _rest_came(self, request: Request) -> None:
+        """A body that nobody wanted has come to its end: `data_received` begins the next request, if it is there."""
+        self._waiting_since = None
+        if request.failure is not None:
+            self.end()
+
+    def end(self) -> None:
+        """No further request: what was written still goes out, and the client has time to read it."""
+        transport = self.transport
+        if transport is None or self._ending_since is not None or transport.is_closing():
+            return
+        self._ending_since = self._loop.time()
+        if self._parser.quiet or not transport.can_write_eof():
+            transport.close()
+        else:
+            transport.write_eof()
+
+    def close(self) -> None:
+        """Between two requests: the connection is not needed any more."""
+        if self.transport is not None:
+            self.transport.close()
 
     @property
     def full(self) -> bool:
         """The client reads more slowly than we write."""
         return self._full_since is not None
 
-    def head_arrived(self) -> None:
-        self.busy = True
-        self._waiting_since = None
-
-    def answered(self) -> None:
-        self.busy = False
-
-    def sweep(self, now: float, head_s: float, stall_s: float) -> None:
+    def sweep(self, now: float, head_s: float, stall_s: float, idle_s: float) -> None:
         """Cut a client that does not finish its request's head, or takes none of its answer (cases 77, 85)."""
-        if self.transport is None:
+        transport = self.transport
+        if transport is None:
             return
-        if not self.busy and self._waiting_since is not None and now - self._waiting_since > head_s:
-            self.transport.abort()
+        if self._ending_since is not None:
+            if now - self._ending_since > _LINGER_S and not self.full:
+                transport.abort()
+        elif not self.busy:
+            if self._waiting_since is not None:
+                if now - self._waiting_since > head_s:
+                    transport.abort()
+            elif now - self._idle_since > idle_s:
+                transport.close()
         if self._full_since is not None and now - self._full_since > stall_s:
             unsent = self._unsent_bytes()
             if unsent >= self._full_bytes:
-                self.transport.abort()
+                transport.abort()
             self._full_since, self._full_bytes = now, unsent
 
     def _unsent_bytes(self) -> int:
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
-
-    def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
-    ) -> web.StreamResponse:
-        """What aiohttp's parser refused (smuggling, broken heads, case 106), in our error shape; nothing is logged."""
-        code = "bad_request" if status < 500 else "internal"
-        text = "the request is not well-formed HTTP" if status < 500 else "the router failed"
-        answer = Answer(self, keep=False)
-        error = RouterError(code, text)
-        answer.error(error)
-        self._on_refused(error)
-        return answer.sent()
 
 
 class Answer:
@@ -137,41 +205,24 @@ class Answer:
         "_connection",
         "_head_only",
         "_http11",
-        "_keep",
         "_length_stated",
         "_pending",
         "begun",
+        "keep",
         "request_id",
     )
 
-    def __init__(
-        self,
-        connection: ClientConnection,
-        *,
-        keep: bool,
-        http11: bool = True,
-        head_only: bool = False,
-        request_id: str = "",
-    ) -> None:
+    def __init__(self, connection: ClientConnection, request: Request, request_id: str) -> None:
         self._connection = connection
-        self._http11 = http11
-        self._keep = keep
-        self._head_only = head_only
+        self._http11 = request.http11
+        self.keep = request.keep_alive
+        """The connection lives on after this answer."""
+        self._head_only = request.method == "HEAD"
         self._chunked = False
         self._length_stated = False
         self._pending = b""
         self.begun = False
         self.request_id = request_id
-
-    @classmethod
-    def to(cls, request: web.BaseRequest, connection: ClientConnection, request_id: str) -> Answer:
-        return cls(
-            connection,
-            keep=bool(request.keep_alive),
-            http11=request.version >= HttpVersion11,
-            head_only=request.method == "HEAD",
-            request_id=request_id,
-        )
 
     def begin(self, status: int, reason: bytes, fields: RawHeaders, length: int | None, *, has_body: bool) -> None:
         self.begun = True
@@ -187,8 +238,8 @@ class Answer:
                 self._chunked = True
                 lines.append(b"Transfer-Encoding: chunked")
             else:
-                self._keep = False  # an HTTP/1.0 client takes the connection's end for the body's
-        if not self._keep:
+                self.keep = False  # an HTTP/1.0 client takes the connection's end for the body's
+        if not self.keep:
             lines.append(b"Connection: close")
         elif not self._http11:
             lines.append(b"Connection: keep-alive")
@@ -220,7 +271,7 @@ class Answer:
 
     def abort(self) -> None:
         """The end without the body's end: what was sent is still delivered, so that the client gets all there was."""
-        self._keep = False
+        self.keep = False
         self.flush()
         transport = self._connection.transport
         if transport is None:
@@ -251,10 +302,4 @@ class Answer:
 
     def close_after(self) -> None:
         """No further request on this connection."""
-        self._keep = False
-
-    def sent(self) -> Sent:
-        return _KEPT if self._keep else _CLOSED
-
-
-_KEPT, _CLOSED = Sent(keep=True), Sent(keep=False)
+        self.keep = False

@@ -14,7 +14,9 @@ from typing import Generic, Protocol, TypeVar
 from router.errors import RouterError
 from router.proxy.connection import UpstreamConnectError, UpstreamError
 from router.proxy.headers import AnswerFields, for_worker
-from router.proxy.plan import Core, Fault, Outcome, Placement, RawHeaders, Usage
+from router.proxy.pair import PairResponse, PairSender
+from router.proxy.plan import FAULTS, OVERLOADED, Core, Fault, Outcome, Placement, RawHeaders, Usage, outcome_of
+from router.proxy.prefill_leg import Refusal
 from router.proxy.queue import QueueOptions, WaitQueue
 from router.proxy.upstream import UpstreamClient, UpstreamResponse
 from router.proxy.usage import UsageTap
@@ -25,11 +27,11 @@ MAX_CONNECT_TRIES = 3
 CLIENT_CLOSED_STATUS = 499
 """nginx's status for a client that left before its answer began; it never goes on the wire."""
 
-_OVERLOADED = frozenset({429, 503})
-_FAULTS: dict[int, Fault] = {500: "http_500", 502: "http_502", 504: "http_504"}
 _NO_BODY = frozenset({204, 304})
 
 P = TypeVar("P")
+Response = UpstreamResponse | PairResponse | Refusal
+"""Of one worker, or of a pair."""
 
 
 @dataclass(slots=True)  # not frozen: that costs 2 µs a request
@@ -161,6 +163,12 @@ class Forwarder(Generic[P]):
         self._upstream = upstream
         self._clock = clock
         self._queue = WaitQueue(core, queue)
+        self._pairs = PairSender(upstream, released=self._queue.released)
+
+    @property
+    def prefill_legs(self) -> int:
+        """Requests to prefill engines that have not ended, those of clients that left included."""
+        return self._pairs.legs
 
     @property
     def waiting(self) -> int:
@@ -186,14 +194,12 @@ class Forwarder(Generic[P]):
             client.throttle(None)
             response.close()
 
-    async def _answer_of_some_worker(
-        self, plan: P, incoming: Incoming, story: Story
-    ) -> tuple[Attempt, UpstreamResponse]:
+    async def _answer_of_some_worker(self, plan: P, incoming: Incoming, story: Story) -> tuple[Attempt, Response]:
         """The first answer that is to be passed on. Another worker is tried only while no work can have been accepted.
 
         That is after a connect failure, and once after a 429 or 503, whose answer is kept in case no other can serve.
         """
-        refused: tuple[Attempt, UpstreamResponse] | None = None
+        refused: tuple[Attempt, Response] | None = None
         unreachable: UpstreamConnectError | None = None
         tried: set[str] = set()
         connect_tries = 0
@@ -213,16 +219,17 @@ class Forwarder(Generic[P]):
                     if refused is None and unreachable is None:
                         raise
                     break
-                tried.add(attempt.placement.url.text)
                 try:
                     response = await self._send(attempt, incoming, story)
                 except UpstreamConnectError as error:
+                    tried.update(attempt.placement.to_avoid)
                     unreachable = error
                     connect_tries += 1
                     continue
-                if response.status not in _OVERLOADED or refused is not None:
+                if response.status not in OVERLOADED or refused is not None:
                     return attempt, response
                 attempt.finish(Outcome.REJECTED, status=response.status)
+                tried.update(attempt.placement.to_avoid)
                 refused = (attempt, response)
             if refused is not None:
                 keep_refused = True
@@ -241,17 +248,21 @@ class Forwarder(Generic[P]):
         finally:
             story.queued_s = self._clock() - arrived_at
 
-    async def _send(self, attempt: Attempt, incoming: Incoming, story: Story) -> UpstreamResponse:
+    async def _send(self, attempt: Attempt, incoming: Incoming, story: Story) -> Response:
         """One worker's answer head. The attempt is finished when this raises."""
         placement = attempt.placement
-        story.worker = placement.url.text
+        pair = placement.pair
+        story.worker = placement.url.text if pair is None else pair.prefill.url.text
         story.attempts += 1
         try:
+            if pair is not None:
+                return await self._pairs.send(pair, incoming)
             fields = for_worker(incoming.kept, incoming.request_id, placement.authorization, placement.headers)
             return await self._upstream.send(placement.url, b"POST", incoming.target, fields, placement.body)
         except UpstreamError as error:
             attempt.finish(Outcome.UPSTREAM_ERROR, fault=error.fault)
-            log.warning("request %s: %s: %s", incoming.request_id, placement.url.text, error)
+            where = placement.url.text if pair is None else f"{pair.prefill.url.text} with {placement.url.text}"
+            log.warning("request %s: %s: %s", incoming.request_id, where, error)
             if isinstance(error, UpstreamConnectError):
                 raise
             raise error.to_client() from error
@@ -262,9 +273,7 @@ class Forwarder(Generic[P]):
             attempt.finish(Outcome.UPSTREAM_ERROR)
             raise
 
-    async def _relay(
-        self, route: str, attempt: Attempt, response: UpstreamResponse, client: Client, story: Story
-    ) -> None:
+    async def _relay(self, route: str, attempt: Attempt, response: Response, client: Client, story: Story) -> None:
         status = response.status
         answer = AnswerFields(response.headers)
         answer.kept.extend(attempt.placement.route_headers)
@@ -292,13 +301,4 @@ class Forwarder(Generic[P]):
     def _finish(self, attempt: Attempt, relay: Relay, tap: UsageTap, story: Story) -> None:
         story.usage = tap.result()
         story.outcome = Outcome.STREAM_ERROR if relay.broke_off else outcome_of(story.status)
-        attempt.finish(story.outcome, fault=_FAULTS.get(story.status), status=story.status, usage=story.usage)
-
-
-def outcome_of(status: int) -> Outcome:
-    """The class of a complete answer by its status (case 99)."""
-    if status < 400:
-        return Outcome.OK
-    if status < 500 or status in _OVERLOADED:
-        return Outcome.REJECTED
-    return Outcome.UPSTREAM_ERROR
+        attempt.finish(story.outcome, fault=FAULTS.get(story.status), status=story.status, usage=story.usage)

@@ -31,6 +31,9 @@ _NEVER_RETURNED = _HOP | {b"content-length", b"x-request-id"}
 _OURS = b"x-kv-router-"
 """No field of this prefix crosses the router in either direction, except those it sets itself (case 107)."""
 
+_OVERRIDES = b"x-override-"
+"""Heads that SGLang 0.5.23 lets beat the body: bootstrap host, rank, priority, rid. Between router and engine only."""
+
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -90,7 +93,7 @@ def forwardable(fields: Iterable[tuple[bytes, bytes]], keys: ClientKeys, *, forw
     kept: RawHeaders = []
     for name, value in fields:
         lower = name.lower()
-        if lower in nominated or lower.startswith(_OURS):
+        if lower in nominated or lower.startswith((_OURS, _OVERRIDES)):
             continue
         if lower in _CREDENTIALS:
             if not forward_authorization or keys.holds(lower, value):

@@ -39,6 +39,19 @@ Fault = Literal["connect", "reset", "timeout", "protocol", "http_500", "http_502
 """What a circuit breaker may count against a worker. 4xx, 429, 503 and leaving clients are no faults (case 89)."""
 
 
+FAULTS: dict[int, Fault] = {500: "http_500", 502: "http_502", 504: "http_504"}
+OVERLOADED = frozenset({429, 503})
+
+
+def outcome_of(status: int) -> Outcome:
+    """The class of a complete answer by its status (case 99)."""
+    if status < 400:
+        return Outcome.OK
+    if status < 500 or status in OVERLOADED:
+        return Outcome.REJECTED
+    return Outcome.UPSTREAM_ERROR
+
+
 class NoRoom(RouterError):
     """Workers could serve the request, and each is at its limit of requests in flight."""
 
@@ -94,6 +107,14 @@ class Placement(Protocol):
     def route_headers(self) -> Sequence[tuple[bytes, bytes]]:
         """x-kv-router-worker, -rank and -cached-tokens for the client's answer, or nothing when not exposed."""
 
+    @property
+    def to_avoid(self) -> tuple[str, ...]:
+        """`Origin.text` of the workers that failed here; a second try does without them."""
+
+    @property
+    def pair(self) -> Pair | None:
+        """This placement itself when two engines serve it, else None."""
+
     def first_byte(self) -> None:
         """The first byte of the answer's body arrived (called at most once, never for an error status)."""
 
@@ -104,6 +125,46 @@ class Placement(Protocol):
 
         `status` is the worker's HTTP status, None when it gave none.
         """
+
+
+class PrefillLeg(Protocol):
+    """The half of a pair that computes the prompt. Accounted for apart: it may end long before or after the other."""
+
+    @property
+    def url(self) -> Origin: ...
+    @property
+    def authorization(self) -> bytes | None: ...
+    @property
+    def headers(self) -> Sequence[tuple[bytes, bytes]]: ...
+    def take_body(self) -> bytes:
+        """The body to send, once: from here on the leg ends apart from its pair, and the bytes need not be kept."""
+
+    def finish(
+        self, outcome: Outcome, *, fault: Fault | None = None, status: int | None = None, usage: Usage | None = None
+    ) -> None:
+        """As Placement.finish; exactly once as well."""
+
+
+class Pair(Placement, Protocol):
+    """A placement on two engines (router.pairs). As a Placement it is the decode leg, which answers the client."""
+
+    @property
+    def prefill(self) -> PrefillLeg: ...
+    @property
+    def together(self) -> bool:
+        """Both legs are sent at once; else the decode leg is made from the prefill leg's answer."""
+
+    @property
+    def meet_s(self) -> float:
+        """From sending to the decode leg's first byte."""
+
+    @property
+    def linger_s(self) -> float:
+        """How long the prefill leg is kept without a client."""
+
+    def decode_body(self, answer: bytes) -> bytes:
+        """The decode leg's body; `answer` is the prefill leg's, empty when together. Raises ValueError when the answer
+        cannot be used."""
 
 
 @dataclass(slots=True)  # not frozen: that costs 2 µs a request
@@ -160,7 +221,10 @@ class Core(Protocol[P]):
         """The JSON of GET /v1/models: every served name once."""
 
     def ready(self) -> bool:
-        """At least one worker can take a request now."""
+        """At least one worker, or pair of them, can take a request now."""
+
+    def not_ready(self) -> RouterError:
+        """What /ready answers while that is not so: which half of a pair is missing, or that nobody is there."""
 
     async def metrics(self) -> bytes:
         """The Prometheus text page, rendered off the event loop."""

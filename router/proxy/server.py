@@ -5,35 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
-
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from typing import Generic, Protocol, TypeVar
 
 from router.errors import RouterError
 from router.proxy import routes
 from router.proxy.downstream import Answer, ClientConnection
-from router.proxy.forward import Forwarder, Incoming, Story
+from router.proxy.forward import Client, Forwarder, Incoming, Story
 from router.proxy.headers import ClientKeys, forwardable, request_id
 from router.proxy.plan import UNMATCHED, Core, Outcome, RequestRecord
 from router.proxy.queue import NOBODY_WAITS, QueueOptions
+from router.proxy.request import BodyBudget, Request, RequestFields, RequestParser
 from router.proxy.upstream import UpstreamClient
 
 log = logging.getLogger("router.proxy")
-
-parser_log = logging.getLogger("router.http")
-"""aiohttp's own complaints about requests, with traces and the client's bytes: nobody's fault here, so off by default.
-Faults of our handlers are logged by the handlers."""
-parser_log.setLevel(logging.CRITICAL)
 
 P = TypeVar("P")
 
 _KEEP_ALIVE_S = 120.0
 """Longer than clients' and balancers' pools (openai 5 s, nginx 60 s), so that they, not we, end an idle connection."""
 _SWEEP_S = 1.0
-_FIELD_LIMIT_BYTES = 16 << 10
+_CUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,51 +51,42 @@ class ListenerOptions:
     tls: ssl.SSLContext | None = None
     reuse_port: bool = False
     queue: QueueOptions = NOBODY_WAITS
+    own_routes: bool = True
+    """False: only what is forwarded is served here, no health, models or metrics."""
     priority_header: str | None = None
     """Name of a trusted field with an integer; requests with a larger one wait less."""
 
 
-class _Protocols(web.Server):
-    """aiohttp's low-level server, making our connections."""
+class Carrier(Protocol):
+    """What a complete, admitted request is given to: router.proxy.forward.Forwarder, or one that answers it itself."""
 
-    def __init__(
-        self, handler: Any, max_connections: int, on_refused: Callable[[RouterError], None], **settings: Any
-    ) -> None:
-        super().__init__(handler, handler_cancellation=True)
-        self._max_connections = max_connections
-        self._on_refused = on_refused
-        self._settings = settings
+    @property
+    def waiting(self) -> int: ...
 
-    def __call__(self) -> RequestHandler:
-        return ClientConnection(
-            self, loop=self._loop, has_room=self._has_room, on_refused=self._on_refused, **self._settings
-        )
-
-    def _has_room(self) -> bool:
-        return len(self._connections) <= self._max_connections
+    async def forward(self, incoming: Incoming, client: Client, story: Story) -> None: ...
 
 
 class PublicListener(Generic[P]):
     """`start`, then `leave` (say so, still serve) and `close` (finish, then cut) when the router ends."""
 
-    def __init__(self, core: Core[P], upstream: UpstreamClient, options: ListenerOptions) -> None:
+    def __init__(
+        self,
+        core: Core[P],
+        upstream: UpstreamClient,
+        options: ListenerOptions,
+        *,
+        carrier: Carrier | None = None,
+        bodies: BodyBudget | None = None,
+    ) -> None:
+        """`carrier`: who answers instead of a worker. `bodies`: another listener's, to be shared."""
         self._core = core
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._forwarder = Forwarder(core, upstream, options.queue, clock=self._loop.time)
+        self._forwarder: Carrier = carrier or Forwarder(core, upstream, options.queue, clock=self._loop.time)
         self._keys = ClientKeys(options.api_keys)
-        self._bodies = _Budget(options.max_buffered_bytes)
-        self._protocols = _Protocols(
-            self._handle,
-            options.max_connections,
-            self._refused_by_parser,
-            keepalive_timeout=_KEEP_ALIVE_S,
-            access_log=None,
-            logger=parser_log,
-            auto_decompress=False,
-            max_line_size=_FIELD_LIMIT_BYTES,
-            max_field_size=_FIELD_LIMIT_BYTES,
-        )
+        self.bodies = bodies or BodyBudget(options.max_buffered_bytes)
+        self._connections: set[ClientConnection] = set()
+        self._emptied: asyncio.Future[None] | None = None
         self._listening: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         self._leaving = False
@@ -117,6 +101,11 @@ class PublicListener(Generic[P]):
         return self._in_flight
 
     @property
+    def connections(self) -> int:
+        """Client connections that are open."""
+        return len(self._connections)
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for room on a worker."""
         return self._forwarder.waiting
@@ -124,7 +113,7 @@ class PublicListener(Generic[P]):
     @property
     def buffered_bytes(self) -> int:
         """Request bodies held now."""
-        return self._bodies.held
+        return self.bodies.held
 
     @property
     def port(self) -> int:
@@ -136,7 +125,7 @@ class PublicListener(Generic[P]):
         """Bind and listen. Raises OSError when the address cannot be had."""
         options = self._options
         self._listening = await self._loop.create_server(
-            self._protocols,
+            self._accept,
             options.host,
             options.port,
             ssl=options.tls,
@@ -158,52 +147,65 @@ class PublicListener(Generic[P]):
         self._leaving = self._draining = True
         if self._listening is not None:
             self._listening.close()
-        for connection in self._connections():
+        for connection in list(self._connections):
             if not connection.busy:
-                connection.force_close()
+                connection.close()
         if self._in_flight:
             self._quiet = self._loop.create_future()
             await asyncio.wait((self._quiet,), timeout=drain_s)
         self._cutting = True
-        for connection in self._connections():
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
+        for connection in list(self._connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        await self._protocols.shutdown(timeout=1.0)
+        if self._connections:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait((self._emptied, *tasks), timeout=_CUT_S)
         if self._sweeper is not None:
             self._sweeper.cancel()
 
-    def _connections(self) -> list[ClientConnection]:
-        return [each for each in self._protocols.connections if isinstance(each, ClientConnection)]
+    def _accept(self) -> ClientConnection:
+        parser = RequestParser(self._options.max_body_bytes, self.bodies)
+        return ClientConnection(self._loop, parser, self._handle, self._made, self._lost)
+
+    def _made(self, connection: ClientConnection) -> bool:
+        self._connections.add(connection)
+        return len(self._connections) <= self._options.max_connections and not self._draining
+
+    def _lost(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+        if self._emptied is not None and not self._connections and not self._emptied.done():
+            self._emptied.set_result(None)
 
     def _sweep(self) -> None:
         now = self._loop.time()
-        for connection in self._connections():
-            connection.sweep(now, self._options.head_s, self._options.stall_s)
+        for connection in list(self._connections):
+            connection.sweep(now, self._options.head_s, self._options.stall_s, _KEEP_ALIVE_S)
         self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
 
     # --- one request
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, ClientConnection)
-        connection.head_arrived()
+    async def _handle(self, connection: ClientConnection, request: Request) -> bool:
+        """Answers one request. False: the connection has to end. Raises CancelledError when the client has gone."""
         self._in_flight += 1
         started = self._loop.time()
         story = Story()
-        answer = Answer.to(request, connection, request_id(request.headers.getall("X-Request-Id", ())))
+        answer = Answer(connection, request, request_id(request.fields.all(b"x-request-id")))
         if self._leaving:
             answer.close_after()
         route = UNMATCHED
         try:
-            target = routes.origin_form(request.raw_path)
+            if request.refused and request.failure is not None:
+                raise request.failure
+            target = routes.origin_form(request.target)
             route = routes.route_of(target)
-            await self._serve(request, route, target, answer, story)
+            await self._serve(connection, request, route, target, answer, story)
         except RouterError as error:
             if error.code == "bad_request" and route == UNMATCHED:
                 answer.close_after()  # an odd target (CONNECT's too): what follows may not be a request
+            if not request.complete and request.fields.raw_value(b"expect") is not None:
+                answer.close_after()  # the body may come or not
             _refuse(answer, story, error)
-        except ConnectionError:
-            answer.close_after()  # the client left while sending its body
         except asyncio.CancelledError:
             if self._cutting:
                 story.outcome = Outcome.STREAM_ERROR if story.answered else Outcome.UPSTREAM_ERROR
@@ -212,24 +214,26 @@ class PublicListener(Generic[P]):
             log.exception("request %s on %s failed", answer.request_id, route)
             _refuse(answer, story, RouterError("internal", "the router failed; its log says more"))
         finally:
-            connection.answered()
             self._in_flight -= 1
             if self._quiet is not None and not self._in_flight and not self._quiet.done():
                 self._quiet.set_result(None)
             self._report(self._record(request, route, answer, story, started))
-        if self._leaving:
-            answer.close_after()
-        return answer.sent()
+        return answer.keep and not self._leaving
 
-    async def _serve(self, request: web.BaseRequest, route: str, target: str, answer: Answer, story: Story) -> None:
-        if request.headers.get("Upgrade", "").lower() == "websocket":
+    async def _serve(
+        self, connection: ClientConnection, request: Request, route: str, target: str, answer: Answer, story: Story
+    ) -> None:
+        fields = request.fields
+        if (fields.raw_value(b"upgrade") or b"").lower() == b"websocket":
             answer.close_after()
             raise RouterError("not_implemented", "WebSocket is not proxied")
-        if route == routes.METRICS and not self._options.metrics:
+        if (route == routes.METRICS and not self._options.metrics) or (
+            route in routes.OWN and not self._options.own_routes
+        ):
             raise RouterError("not_found", "no such route on this listener")
         routes.check(request.method, route)
         keys = self._keys
-        if route not in routes.KEYLESS and not keys.admit(request.headers):
+        if route not in routes.KEYLESS and not keys.admit(fields):
             raise RouterError("unauthorized", "a client key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
         if route in routes.OWN:
             await self._answer_own(route, answer, story)
@@ -237,20 +241,16 @@ class PublicListener(Generic[P]):
         if self._draining:
             answer.close_after()
             raise RouterError("draining", "this router is shutting down", retry_after_s=1)
-        body = await self._read_body(request, answer)
-        try:
-            kept = forwardable(request.raw_headers, keys, forward_authorization=self._options.forward_authorization)
-            raw_target = target.encode("utf-8", "surrogateescape")
-            priority = self._priority(request) if self._options.priority_header is not None else 0
-            incoming = Incoming(route, raw_target, request.headers, kept, body, answer.request_id, priority)
-            await self._forwarder.forward(incoming, answer, story)
-        finally:
-            self._bodies.give(len(body))
+        body = await self._read_body(connection, request, answer)
+        kept = forwardable(fields.raw, keys, forward_authorization=self._options.forward_authorization)
+        priority = self._priority(fields) if self._options.priority_header is not None else 0
+        incoming = Incoming(route, target.encode("ascii"), fields, kept, body, answer.request_id, priority)
+        await self._forwarder.forward(incoming, answer, story)
 
-    def _priority(self, request: web.BaseRequest) -> int:
+    def _priority(self, fields: RequestFields) -> int:
         """What the trusted field says; 0 for no integer."""
         try:
-            return int(request.headers.get(self._options.priority_header or "", "0")[:10])
+            return int(fields.get(self._options.priority_header or "", "0")[:10])
         except ValueError:
             return 0
 
@@ -263,63 +263,36 @@ class PublicListener(Generic[P]):
         elif route == routes.METRICS:
             content_type = b"text/plain; version=0.0.4; charset=utf-8"
             body = await self._core.metrics()
-        elif self._core.ready() and not self._leaving:
+        elif self._leaving:
+            raise RouterError("no_worker", "no worker can take a request now", retry_after_s=1)
+        elif self._core.ready():
             body = b'{"status":"ready"}'
         else:
-            raise RouterError("no_worker", "no worker can take a request now", retry_after_s=1)
+            raise self._core.not_ready()
         answer.whole(status, content_type, body)
         story.status, story.outcome = status, Outcome.OK
 
-    async def _read_body(self, request: web.BaseRequest, answer: Answer) -> bytes:
-        """The whole body, as sent (compressed stays compressed), taken from `_bodies`: the caller gives it back.
-
-        Raises RouterError, ConnectionError.
-        """
-        expect = request.headers.get("Expect")
-        if expect is not None and expect.strip().lower() != "100-continue":
+    async def _read_body(self, connection: ClientConnection, request: Request, answer: Answer) -> bytes:
+        """The whole body, as sent (compressed stays compressed). Raises RouterError."""
+        expect = request.fields.raw_value(b"expect")
+        if expect is not None and expect.strip().lower() != b"100-continue":
             raise RouterError("expectation_failed", "the only expectation that can be met is 100-continue")
-        limit = self._options.max_body_bytes
-        stated = request.headers.get("Content-Length")
-        if stated is None:
-            self._check_coding(request, answer)
-        elif int(stated) > limit:
-            answer.close_after()
-            raise _too_large(limit)
-        content = request.content
-        try:
-            if content.is_eof():
-                body = content.read_nowait()
-                self._bodies.take(len(body))
-            else:
-                if expect is not None and request.transport is not None:
-                    request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not request.complete and request.failure is None:
+            if expect is not None and not request.body_begun and connection.transport is not None:
+                connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            ended = self._loop.create_future()
+            request.changed = lambda: None if ended.done() else ended.set_result(None)
+            try:
                 async with asyncio.timeout(self._options.body_s):
-                    body = await _collect(content, limit, self._bodies)
-        except TimeoutError:
+                    await ended
+            except TimeoutError:
+                answer.close_after()
+                text = f"the body did not arrive within {self._options.body_s:g} s"
+                raise RouterError("request_timeout", text) from None
+        if request.failure is not None:
             answer.close_after()
-            text = f"the body did not arrive within {self._options.body_s:g} s"
-            raise RouterError("request_timeout", text) from None
-        except web.RequestPayloadError:
-            answer.close_after()
-            raise RouterError("bad_request", "the body is not framed as its fields say") from None
-        except RouterError:
-            answer.close_after()
-            raise
-        if len(body) > limit:
-            self._bodies.give(len(body))
-            raise _too_large(limit)
-        return body
-
-    def _check_coding(self, request: web.BaseRequest, answer: Answer) -> None:
-        """Only `chunked` is undone here: a body gzipped for its transfer would reach the worker as if it were plain."""
-        coding = request.headers.get("Transfer-Encoding")
-        if coding is not None and coding.strip().lower() != "chunked":
-            answer.close_after()
-            raise RouterError("bad_request", "the only transfer coding that is taken is chunked")
-
-    def _refused_by_parser(self, error: RouterError) -> None:
-        outcome = Outcome.REJECTED if error.status < 500 else Outcome.UPSTREAM_ERROR
-        self._report(RequestRecord("", "-", UNMATCHED, outcome, error.status, error.code, None, 0, 0.0, None, None))
+            raise request.failure
+        return request.body()
 
     def _report(self, record: RequestRecord) -> None:
         try:
@@ -327,9 +300,7 @@ class PublicListener(Generic[P]):
         except Exception:  # the client has its answer already
             log.exception("request %s could not be recorded", record.request_id)
 
-    def _record(
-        self, request: web.BaseRequest, route: str, answer: Answer, story: Story, started: float
-    ) -> RequestRecord:
+    def _record(self, request: Request, route: str, answer: Answer, story: Story, started: float) -> RequestRecord:
         return RequestRecord(
             request_id=answer.request_id,
             method=request.method,
@@ -344,46 +315,6 @@ class PublicListener(Generic[P]):
             usage=story.usage,
             queued_s=story.queued_s,
         )
-
-
-class _Budget:
-    """Bytes of request bodies held at a time. A body counts as it arrives: one merely announced costs nothing."""
-
-    __slots__ = ("_limit", "held")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.held = 0
-
-    def take(self, count: int) -> None:
-        """Raises RouterError("overloaded"), taking nothing."""
-        if self.held + count > self._limit:
-            raise RouterError("overloaded", "too many large requests at a time; try again soon", retry_after_s=1)
-        self.held += count
-
-    def give(self, count: int) -> None:
-        self.held -= count
-
-
-async def _collect(content: Any, limit: int, budget: _Budget) -> bytes:
-    """What was taken from `budget` is given back when this raises."""
-    pieces: list[bytes] = []
-    held = 0
-    try:
-        while piece := await content.readany():
-            budget.take(len(piece))
-            held += len(piece)
-            if held > limit:
-                raise _too_large(limit)
-            pieces.append(piece)
-    except BaseException:
-        budget.give(held)
-        raise
-    return b"".join(pieces)
-
-
-def _too_large(limit: int) -> RouterError:
-    return RouterError("body_too_large", f"the body is over {limit} bytes (listen.max_body_mb)")
 
 
 def _refuse(answer: Answer, story: Story, error: RouterError) -> None:

@@ -32,8 +32,13 @@ class FakePlacement:
     authorization: bytes | None = None
     headers: Sequence[tuple[bytes, bytes]] = ()
     route_headers: Sequence[tuple[bytes, bytes]] = ()
+    pair: None = None
     first_bytes: int = 0
     ends: list[tuple[Outcome, Fault | None, int | None, Usage | None]] = field(default_factory=list)
+
+    @property
+    def to_avoid(self) -> tuple[str, ...]:
+        return (self.url.text,)
 
     def first_byte(self) -> None:
         self.first_bytes += 1
@@ -86,6 +91,9 @@ class FakeCore:
 
     def ready(self) -> bool:
         return self.is_ready
+
+    def not_ready(self) -> RouterError:
+        return RouterError("no_worker", "no worker can take a request now", retry_after_s=1)
 
     async def metrics(self) -> bytes:
         return b"kv_router_up 1\n"

@@ -62,5 +62,5 @@ async def test_after_many_random_aborts_nothing_is_left() -> None:
         await until(
             lambda: b.upstream.open_connections == b.upstream.idle_connections, "only idle connections are left"
         )
-        await until(lambda: not b.listener._connections(), "no client connection is left")
+        await until(lambda: not b.listener.connections, "no client connection is left")
         assert set(b.core.outcomes) == set(Outcome)

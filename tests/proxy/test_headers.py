@@ -116,3 +116,9 @@ def test_answer_fields_lose_hops_and_keep_the_rest_in_order() -> None:
         (b"Cache-Control", b"no-cache"),
         (b"X-Accel-Buffering", b"no"),
     ]
+
+
+def test_heads_that_would_beat_the_body_at_the_engine_do_not_cross() -> None:
+    """Case 107: SGLang 0.5.23 takes bootstrap host, rank and priority from x-override-* heads."""
+    sent = [(b"X-Override-Bootstrap-Host", b"10.0.0.1"), (b"x-override-priority", b"9"), (b"x-kept", b"1")]
+    assert forwardable(sent, ClientKeys(()), forward_authorization=False) == [(b"x-kept", b"1")]

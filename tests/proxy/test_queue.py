@@ -137,7 +137,7 @@ async def test_leaving_while_being_placed_gives_the_room_back() -> None:
     async with bench(options=waiting()) as b:
         b.core.limit = 1
         b.core.pool = lambda plan: "one line"  # type: ignore[method-assign]
-        queue = b.listener._forwarder._queue
+        queue = b.listener._forwarder._queue  # type: ignore[attr-defined]
         held = b.core.place(b"held", frozenset())
         waiter = asyncio.ensure_future(queue.wait(b"leaver", frozenset(), 0))
         heir = asyncio.ensure_future(queue.wait(b"heir", frozenset(), 0))

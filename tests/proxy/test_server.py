@@ -189,7 +189,7 @@ async def test_connections_are_capped() -> None:
         third = await RawClient.to(b.port)
         assert await third.at_end()
         first.leave()
-        await until(lambda: len(b.listener._protocols.connections) == 1, "the first has gone")
+        await until(lambda: b.listener.connections == 1, "the first has gone")
         assert (await fetch(b.port, get("/health"))).status == 200
         second.leave()
 
@@ -278,6 +278,57 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert [(await client.answer()).status for _ in range(4)] == [200, 200, 200, 404]
         assert [seen.target for seen in b.worker.requests] == ["/v1/completions", "/generate"]
         client.leave()
+
+
+async def test_a_flood_of_pipelined_requests_is_answered_in_order_and_others_get_their_turn() -> None:
+    async with bench() as b:
+        client, other = await RawClient.to(b.port), await RawClient.to(b.port)
+        await client.send(b"".join(get(f"/nope?{number}") for number in range(3000)))
+        await other.send(get("/health"))
+        assert (await other.answer()).status == 200
+        assert len(b.core.records) < 3000, "not after all the others"
+        for _ in range(3000):
+            assert (await client.answer()).status == 404
+        client.leave()
+        other.leave()
+
+
+async def test_a_request_refused_at_its_head_leaves_the_connection_usable() -> None:
+    async with bench() as b:
+        client = await RawClient.to(b.port)
+        head = b"POST /nope HTTP/1.1\r\nHost: r\r\nContent-Length: 1000\r\n\r\n"
+        await client.send(head + b"x")
+        refused = await client.answer()
+        assert_error(refused, 404, "not_found")
+        await client.send(b"x" * 999 + post())
+        assert (await client.answer()).status == 200
+        assert b.listener.buffered_bytes == 0
+        client.leave()
+
+
+async def test_a_client_that_still_sends_gets_the_whole_refusal() -> None:
+    """Case 78: a connection that is closed with bytes unread is reset, and the answer lost with it."""
+    async with bench(options=ListenerOptions(port=0, max_body_bytes=1000)) as b:
+        for _ in range(5):
+            client = await RawClient.to(b.port)
+            await client.send(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 4000000\r\n\r\n")
+            for _ in range(40):
+                await client.send(bytes(100_000))
+            answer = await client.answer()
+            assert_error(answer, 413, "body_too_large")
+            assert answer.one("connection") == "close"
+            assert await client.at_end()
+            client.leave()
+
+
+async def test_a_refused_expectation_ends_the_connection() -> None:
+    """Case 82: the client may or may not send the body now, so nothing behind the head can be told from it."""
+    async with bench(options=ListenerOptions(port=0, api_keys=("k",))) as b:
+        client = await RawClient.to(b.port)
+        await client.send(b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+        refused = await client.answer()
+        assert (refused.status, refused.one("connection")) == (401, "close")
+        assert await client.at_end()
 
 
 async def test_an_http_10_client_gets_a_plain_body() -> None:

@@ -1,0 +1,353 @@
+"""Requests as they arrive: framing by llhttp, and every check that must not be left to chance (no I/O, no clock).
+
+llhttp is strict about lengths, chunk sizes, names, folding and line ends. What it lets pass and a second reader might
+read otherwise is refused here: repeated framing fields, codings other than chunked, odd versions, DEL, bytes beyond
+ASCII in a target (case 106).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar, overload
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from router.errors import RouterError
+from router.proxy.plan import RawHeaders
+
+HEAD_LIMIT_BYTES = 64 << 10
+FIELD_LIMIT_BYTES = 16 << 10
+"""Of the target, and of each field's value."""
+FIELDS_LIMIT = 256
+DISCARD_LIMIT_BYTES = 256 << 10
+"""Of a body nobody wants (the request was refused at its head): reading more to keep a connection is not worth it."""
+_ONCE = frozenset({b"authorization", b"content-length", b"content-type", b"expect", b"host", b"transfer-encoding"})
+T = TypeVar("T")
+
+_NOT_HTTP = "the request is not well-formed HTTP"
+
+
+class BodyBudget:
+    """Bytes of request bodies held at a time. A body counts as it arrives: one merely announced costs nothing."""
+
+    __slots__ = ("_limit", "held")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held = 0
+
+    def take(self, count: int) -> None:
+        """Raises RouterError("overloaded"), taking nothing."""
+        if self.held + count > self._limit:
+            raise RouterError("overloaded", "too many large requests at a time; try again soon", retry_after_s=1)
+        self.held += count
+
+    def give(self, count: int) -> None:
+        self.held -= count
+
+
+class RequestFields(Mapping[str, str]):
+    """A request's fields by name, in any case; the first value where a name is repeated. `raw` has them all."""
+
+    __slots__ = ("_first", "raw")
+
+    def __init__(self, raw: RawHeaders) -> None:
+        """Raises ValueError when a field that must be single is repeated."""
+        self.raw = raw
+        first: dict[bytes, bytes] = {}
+        self._first = first
+        for name, value in raw:
+            lower = name.lower()
+            if lower not in first:
+                first[lower] = value
+            elif lower in _ONCE:
+                raise ValueError("repeated field")
+
+    def raw_value(self, lower_name: bytes) -> bytes | None:
+        return self._first.get(lower_name)
+
+    def all(self, lower_name: bytes) -> list[str]:
+        """Every value of that name, in order."""
+        if lower_name not in self._first:
+            return []
+        return [_text(value) for name, value in self.raw if name.lower() == lower_name]
+
+    def __getitem__(self, name: str) -> str:
+        return _text(self._first[name.lower().encode("utf-8", "surrogateescape")])
+
+    @overload
+    def get(self, name: str) -> str | None: ...
+    @overload
+    def get(self, name: str, default: str | T) -> str | T: ...
+    def get(self, name: str, default: str | T | None = None) -> str | T | None:
+        value = self._first.get(name.lower().encode("utf-8", "surrogateescape"))
+        return default if value is None else value.decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        return map(_text, self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+class Request:
+    """One request: complete as far as its head, its body as far as it has come.
+
+    `failure` is why there will be no body (or, `refused`, no request at all); nothing that follows on its connection is
+    read then. `changed` is called once, when `complete` or `failure` is set.
+    """
+
+    __slots__ = (
+        "_budget",
+        "_discarded",
+        "_held",
+        "_pieces",
+        "changed",
+        "complete",
+        "failure",
+        "fields",
+        "http11",
+        "keep_alive",
+        "length",
+        "method",
+        "refused",
+        "target",
+    )
+
+    def __init__(self, method: str, target: str, fields: RequestFields, budget: BodyBudget) -> None:
+        self.method = method
+        self.target = target
+        self.fields = fields
+        self.http11 = True
+        self.keep_alive = False
+        self.length: int | None = None
+        """Bytes of the body as the client announced them; None when chunked or without a body."""
+        self.complete = False
+        self.refused = False
+        self.failure: RouterError | None = None
+        self.changed: Callable[[], None] | None = None
+        self._budget = budget
+        self._pieces: list[bytes] | None = []
+        self._held = 0
+        self._discarded = 0
+
+    @property
+    def body_begun(self) -> bool:
+        return self._held > 0
+
+    def add(self, data: bytes, limit: int) -> bool:
+        """One piece of the body. False: it cannot be kept, and `failure` says why."""
+        if self._pieces is None:
+            self._discarded += len(data)
+            if self._discarded > DISCARD_LIMIT_BYTES:
+                self.fail(RouterError("body_too_large", "the rest of a refused request is too long to be read"))
+        elif self._held + len(data) > limit:
+            self.fail(too_large(limit))
+        else:
+            try:
+                self._budget.take(len(data))
+            except RouterError as error:
+                self.fail(error)
+            else:
+                self._held += len(data)
+                self._pieces.append(data)
+        return self.failure is None
+
+    def end(self) -> None:
+        self.complete = True
+        self._tell()
+
+    def fail(self, error: RouterError) -> None:
+        """What came of the body is dropped."""
+        self.release()
+        self.failure = error
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.changed is not None:
+            self.changed()
+            self.changed = None
+
+    def body(self) -> bytes:
+        """The whole body, once it is complete. It counts in the budget until `release`."""
+        pieces = self._pieces or []
+        if len(pieces) > 1:
+            pieces[:] = [b"".join(pieces)]
+        return pieces[0] if pieces else b""
+
+    def release(self) -> None:
+        """The body is not needed any more, nor what may still come of it."""
+        self._budget.give(self._held)
+        self._held = 0
+        self._pieces = None
+
+
+def too_large(limit: int) -> RouterError:
+    return RouterError("body_too_large", f"the body is over {limit} bytes (listen.max_body_mb)")
+
+
+class RequestParser:
+    """The requests of one connection. `feed` it; `arrived` has every request whose head is complete, in order.
+
+    `ended`: nothing that follows is a request (a refusal, or the client asked for the connection's end).
+    """
+
+    def __init__(self, max_body_bytes: int, budget: BodyBudget) -> None:
+        self.arrived: deque[Request] = deque()
+        self.ended = False
+        self.in_head = False
+        """Some bytes of a head have come, and not its end."""
+        self._limit = max_body_bytes
+        self._budget = budget
+        self._parser = HttpRequestParser(self)
+        self._open: Request | None = None
+        self._offering: Request | None = None
+        """Offers another protocol, and has a body."""
+        self._target = b""
+        self._fields: RawHeaders = []
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._spare_bytes = 0
+        self._noise = False
+
+    @property
+    def quiet(self) -> bool:
+        """All that came so far was requests, and they came to their ends."""
+        return self._open is None and not self._noise and not self.in_head
+
+    def feed(self, data: bytes) -> None:
+        """Never raises: what is wrong becomes the `failure` of a request."""
+        if self.ended:
+            self._noise = True
+            return
+        rest: bytes | memoryview = data
+        try:
+            was_in_head = self.in_head
+            while True:
+                try:
+                    self._parser.feed_data(rest)
+                    break
+                except HttpParserUpgrade as upgrade:
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                    self._go_on()
+            if self.in_head or self._open is not None:
+                self._bound(len(data), head=was_in_head and self.in_head)
+        except HttpParserError as error:
+            self._noise = True
+            if not self.ended:
+                self._refuse(str(error.__context__) if isinstance(error.__context__, _Odd) else _NOT_HTTP)
+
+    def _go_on(self) -> None:
+        """An offer of another protocol (h2c) is not taken, so what follows is HTTP. httptools skips such a request's
+        body: a new parser is told its framing."""
+        self._parser = HttpRequestParser(self)
+        request = self._offering
+        if request is not None:
+            length = request.length
+            framing = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % length
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % framing)
+
+    def _bound(self, count: int, *, head: bool) -> None:
+        """llhttp keeps an unfinished field (of a head or a trailer) and ignores chunk extensions, however long."""
+        if head:
+            self._head_bytes += count
+            if self._head_bytes > HEAD_LIMIT_BYTES:
+                self._refuse(f"the request's head is over {HEAD_LIMIT_BYTES} bytes")
+        elif self._open is not None and self._open.length is None:
+            self._spare_bytes = max(0, self._spare_bytes + count - 9 * self._body_bytes)
+            self._body_bytes = 0  # a chunk of one byte is framed by five more, which is fair
+            if self._spare_bytes > HEAD_LIMIT_BYTES:
+                self._refuse("the body's chunks are mostly something else")
+
+    def _refuse(self, text: str) -> None:
+        self.ended = True
+        broken = self._open
+        if broken is not None:
+            broken.fail(RouterError("bad_request", "the body is not framed as its fields say"))
+            return
+        broken = Request("-", "", RequestFields([]), self._budget)
+        broken.refused = True
+        broken.fail(RouterError("bad_request", text))
+        self.arrived.append(broken)
+
+    # --- llhttp
+
+    def on_message_begin(self) -> None:
+        if self.ended:
+            raise _Odd("more after the last request")
+        self.in_head = True
+        self._target = b""
+        self._fields = []
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.in_head:
+            return  # trailers end here: they are hop-by-hop for a proxy that re-frames
+        fields = self._fields
+        self._head_bytes += len(name) + len(value)
+        if len(value) > FIELD_LIMIT_BYTES or self._head_bytes > HEAD_LIMIT_BYTES or len(fields) >= FIELDS_LIMIT:
+            raise _Odd("the request's head is too large")
+        if b"\x7f" in value:
+            raise _Odd(_NOT_HTTP)
+        fields.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        if self._offering is not None:
+            self._open, self._offering = self._offering, None
+            return
+        target = self._target
+        version = self._parser.get_http_version()
+        if version not in ("1.1", "1.0") or len(target) > FIELD_LIMIT_BYTES or not target.isascii():
+            raise _Odd(_NOT_HTTP)
+        try:
+            fields = RequestFields(self._fields)
+        except ValueError:
+            raise _Odd(_NOT_HTTP) from None
+        request = Request(self._parser.get_method().decode("ascii"), target.decode("ascii"), fields, self._budget)
+        length, coding = fields.raw_value(b"content-length"), fields.raw_value(b"transfer-encoding")
+        request.http11 = version == "1.1"
+        if coding is not None and (
+            coding.strip().lower() != b"chunked" or length is not None or not request.http11
+        ):  # a body gzipped for its transfer would reach the worker as if it were plain
+            raise _Odd("the only transfer coding that is taken is chunked")
+        request.keep_alive = self._parser.should_keep_alive()
+        self._spare_bytes = self._body_bytes = 0
+        self._open = request
+        self.arrived.append(request)
+        if length is not None:
+            request.length = int(length)
+            if request.length > self._limit:
+                self.ended = True
+                request.fail(too_large(self._limit))
+        if (length or coding) and self._parser.should_upgrade():
+            self._offering = request
+
+    def on_body(self, data: bytes) -> None:
+        request = self._open
+        if request is None or self.ended:
+            return
+        self._body_bytes += len(data)
+        if not request.add(data, self._limit):
+            self.ended = True
+
+    def on_message_complete(self) -> None:
+        if self._offering is not None:
+            return
+        request, self._open = self._open, None
+        if request is None or self.ended:
+            return
+        self.ended = not request.keep_alive
+        request.end()
+
+
+class _Odd(ValueError):
+    """Raised into llhttp: the text is for the client."""
