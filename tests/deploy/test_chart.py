@@ -234,3 +234,31 @@ def test_every_value_has_a_default_and_a_schema() -> None:
     """A value that the schema knows and values.yaml does not show is one that nobody finds, and the other way round."""
     chart = helm.Chart.load(str(CHART))
     assert set(chart.values) == set(chart.schema["properties"]) - {"global"}
+
+
+def test_replicas_that_tell_each_other_their_load_have_a_name_and_a_way() -> None:
+    siblings = {"listen": "tcp://0.0.0.0:8082", "dns": "kv-kv-router-siblings", "key": {"env": "SIBLINGS_KEY"}}
+    values = {"config": {"siblings": siblings}, "networkPolicy": {"enabled": True}}
+    objects = rendered(values)
+    (service,) = [one for one in objects if one["kind"] == "Service" and one["metadata"]["name"].endswith("-siblings")]
+    assert service["metadata"]["name"] == siblings["dns"]
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["ports"][0]["port"] == 8082
+    policy = next(
+        one for one in objects if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "kv-kv-router"
+    )
+    for way in ("ingress", "egress"):
+        assert [8082] in [[port["port"] for port in rule["ports"]] for rule in policy["spec"][way]]
+    assert not [one for one in rendered() if one["metadata"]["name"].endswith("-siblings")]
+
+
+def test_what_envoy_may_ask_is_opened_and_nothing_else() -> None:
+    ports = {"ext_authz": {"host": "0.0.0.0", "port": 9001}, "ext_proc": {"host": "0.0.0.0", "port": 9002}}
+    objects = rendered({"config": {"envoy": ports}, "networkPolicy": {"enabled": True}})
+    assert {one["name"]: one["port"] for one in pick(objects, "Service")["spec"]["ports"]} == {
+        "http": 8080,
+        "ext-authz": 9001,
+        "ext-proc": 9002,
+    }
+    policy = pick(objects, "NetworkPolicy")
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": 8080}, {"port": 9001}, {"port": 9002}]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from router.observe.live import MAX_VIEWERS
+from router.observe.viewers import MAX_VIEWERS
 from tests.e2e.conftest import Running, Start
 from tests.index.streams import CHAIN, HASHES
 from tests.support.engine import FakeEngine, eventually, stored
@@ -24,6 +24,11 @@ async def with_blocks(start_router: Start, fake_engine: Fake, **settings: Any) -
     await engine.listened()
     engine.publish(stored(HASHES, CHAIN, 4))
     engine.bodies["/v1/completions"] = ANSWER
+
+    async def known() -> bool:
+        return [rank["blocks"] for rank in await router.ranks(engine.url)] == [{"GPU": len(HASHES)}]
+
+    await router.until(known, "the published blocks")  # live alone says only that the stream is heard
     return router, engine
 
 
@@ -134,7 +139,8 @@ async def test_viewers_are_bounded_and_leave_no_trace(start_router: Start, fake_
     router = await start_router({"url": (await fake_engine()).url})
     live = router.service._live
     answers = [await router.session.get(f"{router.admin}/ui/events") for _ in range(MAX_VIEWERS)]
-    await eventually(lambda: len(live._viewers) == MAX_VIEWERS, "every viewer")
+    for answer in answers:
+        assert await answer.content.readline() == b"event: hello\n"
     async with router.session.get(f"{router.admin}/ui/events") as refused:
         assert refused.status == 503
     for answer in answers:

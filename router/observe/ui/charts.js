@@ -1,6 +1,13 @@
 // Two line charts in plain SVG. Each is also a slider: arrow keys move through time, and the caption reads the values.
 
-const CHART = { height: 168, left: 40, right: 8, top: 10, bottom: 22, spanS: 600 };
+const CHART = { height: 168, left: 40, right: 8, top: 10, bottom: 22 };
+const SPANS_S = { 120: [2, 1, 0], 300: [5, 4, 3, 2, 1, 0], 600: [10, 8, 6, 4, 2, 0] }; // seconds shown: minutes marked
+
+// The shortest span that holds all there is, so that a router's first minutes fill the width.
+function spanOf(steps) {
+  const needed = steps.length ? view.at - steps[0].at : 0;
+  return Object.keys(SPANS_S).map(Number).find((span) => needed <= span) || 600;
+}
 
 function makeChart(figure, settings) {
   // settings: title, lines: [{name, cls, value(window)}], format, top(max) → axis end, ticks
@@ -9,7 +16,7 @@ function makeChart(figure, settings) {
   const caption = el("figcaption", {}, el("strong", {}, settings.title),
     settings.lines.map((line, at) => el("span", { class: "key-line" }, sample(line.cls), line.name, values[at])), when);
   const svg = el("svg", { "aria-hidden": "true" });
-  const plot = el("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${settings.title}: move through the last ten minutes`, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0" }, svg);
+  const plot = el("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": `${settings.title}: move through the last minutes`, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0" }, svg);
   figure.append(caption, plot);
   const chart = { plot, svg, values, when, settings, at: null, steps: [] };
   plot.addEventListener("pointermove", (event) => pointAt(chart, event));
@@ -36,7 +43,7 @@ function moveChart(chart, event) {
 
 function pointAt(chart, event) {
   const box = chart.plot.getBoundingClientRect();
-  const wanted = view.at - CHART.spanS * (1 - (event.clientX - box.left - CHART.left) / (box.width - CHART.left - CHART.right));
+  const wanted = view.at - spanOf(chart.steps) * (1 - (event.clientX - box.left - CHART.left) / (box.width - CHART.left - CHART.right));
   let best = null;
   chart.steps.forEach((step, at) => { if (best === null || Math.abs(step.at - wanted) < Math.abs(chart.steps[best].at - wanted)) best = at; });
   chart.at = best;
@@ -64,15 +71,17 @@ function drawChart(chart) {
   const inner = { x0: CHART.left, x1: width - CHART.right, y0: CHART.height - CHART.bottom, y1: CHART.top };
   const all = steps.flatMap((step) => settings.lines.map((line) => line.value(step))).filter((value) => value !== null);
   const top = settings.top(Math.max(0, ...all));
-  chart.x = (at) => inner.x1 - ((view.at - at) / CHART.spanS) * (inner.x1 - inner.x0);
+  const spanS = spanOf(steps);
+  chart.x = (at) => inner.x1 - ((view.at - at) / spanS) * (inner.x1 - inner.x0);
   chart.y = (value) => inner.y0 - (Math.min(value, top) / top) * (inner.y0 - inner.y1);
   const parts = [];
   for (const tick of [0, top / 2, top]) {
     parts.push(el("line", { x1: inner.x0, x2: inner.x1, y1: chart.y(tick), y2: chart.y(tick), class: tick ? "grid" : "base" }));
     parts.push(el("text", { x: inner.x0 - 8, y: chart.y(tick) + 4, "text-anchor": "end" }, settings.format(tick)));
   }
-  for (const minutes of width < 460 ? [10, 5, 0] : [10, 8, 6, 4, 2, 0]) {
-    const anchor = minutes === 10 ? "start" : minutes ? "middle" : "end";
+  const first = spanS / 60;
+  for (const minutes of width < 460 ? [first, first / 2, 0] : SPANS_S[spanS]) {
+    const anchor = minutes === first ? "start" : minutes ? "middle" : "end";
     parts.push(el("text", { x: chart.x(view.at - minutes * 60), y: CHART.height - 5, "text-anchor": anchor }, minutes ? `−${minutes} min` : "now"));
   }
   for (const line of [...settings.lines].reverse()) parts.push(el("path", { class: line.cls, d: pathOf(chart, line) }));

@@ -39,9 +39,15 @@ function makeDecision(decision) {
   return parts;
 }
 
+function placeOf(one) {
+  const worker = view.workers.find((other) => other.url === one.worker);
+  return shortName(one.worker) + (worker && worker.ranks.length > 1 ? ` · rank ${one.rank}` : "");
+}
+
+// Of a pair both halves.
 function whereTo(decision) {
-  const worker = view.workers.find((one) => one.url === decision.worker);
-  return shortName(decision.worker) + (worker && worker.ranks.length > 1 ? ` · rank ${decision.rank}` : "");
+  const decode = decision.decode ? placeOf({ worker: decision.decode[0], rank: decision.decode[1] }) : "";
+  return decode ? `${placeOf(decision)} → ${decode}` : placeOf(decision);
 }
 
 function updateDecision(decision, parts) {
@@ -71,19 +77,20 @@ function explain(decision) {
   const others = decision.candidates.filter((one) => one.worker !== decision.worker || one.rank !== decision.rank);
   const next = others.length ? others.reduce((a, b) => (b.cost_s < a.cost_s ? b : a)) : null;
   const holder = others.length ? others.reduce((a, b) => (b.predicted > a.predicted ? b : a)) : null;
-  const where = whereTo(decision);
+  const where = placeOf(decision);
   const tokens = (n) => `${count(n)} of ${count(decision.prompt_tokens)} prompt tokens`;
   const words = {
     only: `${where} is the only candidate.`,
     prefix: `${where} already holds ${tokens(decision.cached)}; its cost is the lowest, and no rank holds more.`,
-    balance: holder ? `${whereTo(holder)} holds ${tokens(holder.predicted)}, but with its queue it would cost ${time(holder.cost_s)}; ${where} costs ${time(decision.cost_s)}.` : "",
+    balance: holder ? `${placeOf(holder)} holds ${tokens(holder.predicted)}, but with its queue it would cost ${time(holder.cost_s)}; ${where} costs ${time(decision.cost_s)}.` : "",
     load: `No rank holds any of this prompt, so ${where}, the least loaded, computes it.`,
     no_tokens: `The prompt's tokens are not known here (${decision.ids_reason || "no ids"}), so it went by load.`,
     client_rank: `The client named rank ${decision.rank}; only that rank of each worker was compared.`,
   };
   let sentence = words[decision.reason] || `${view.reasons[decision.reason] || decision.reason}.`;
   if (decision.predicted > decision.cached) sentence += ` Another ${count(decision.predicted - decision.cached)} tokens were sent there moments ago and count as cached.`;
-  if (next && decision.reason !== "balance" && decision.reason !== "only") sentence += ` ${decision.cost_s <= next.cost_s ? "Next best" : "Cheapest other"}: ${whereTo(next)}, ${time(next.cost_s)} against ${time(decision.cost_s)}.`;
+  if (next && decision.reason !== "balance" && decision.reason !== "only") sentence += ` ${decision.cost_s <= next.cost_s ? "Next best" : "Cheapest other"}: ${placeOf(next)}, ${time(next.cost_s)} against ${time(decision.cost_s)}.`;
+  if (decision.decode) sentence += ` Its KV then moves to ${placeOf({ worker: decision.decode[0], rank: decision.decode[1] })}, the decode rank with the most room.`;
   return [el("p", {}, sentence), costTable(decision), el("p", { class: "meta" }, outcomeWords(decision))];
 }
 
@@ -107,7 +114,7 @@ function costTable(decision) {
     const chosen = one.worker === decision.worker && one.rank === decision.rank;
     const bar = el("span", { class: "cost", "aria-hidden": "true" }, ["queue", "prefill", "share"].map((term) => el("i", { class: term[0] })));
     [...bar.children].forEach((part, at) => { part.style.width = `${(100 * [one.queue, one.prefill, one.share][at]) / most}%`; });
-    return el("tr", { class: chosen ? "chosen" : null }, el("td", {}, whereTo(one), chosen ? el("span", { class: "vh" }, " (chosen)") : ""),
+    return el("tr", { class: chosen ? "chosen" : null }, el("td", {}, placeOf(one), chosen ? el("span", { class: "vh" }, " (chosen)") : ""),
       el("td", { class: "num" }, one.predicted > one.cached ? `${count(one.cached)} + ${count(one.predicted - one.cached)}` : count(one.cached)), el("td", { class: "num mid" }, count(one.queue)), el("td", { class: "num mid" }, count(one.prefill)), el("td", { class: "num mid" }, count(one.share)),
       el("td", {}, bar), el("td", { class: "num" }, time(one.cost_s)));
   });

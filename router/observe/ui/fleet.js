@@ -160,7 +160,8 @@ function updateRow(worker, row) {
   setAttribute(row.name, "aria-expanded", String(view.detail === worker.url));
   const worst = worker.ranks.find((rank) => !["ok"].includes(rank.tone));
   setAttribute(row.state, "data-tone", worker.state === "ready" && worst ? worst.tone : WORKER_TONES[worker.state] || "warn");
-  setText(row.state, worker.state === "ready" && worst ? (worker.ranks.length > 1 ? `ready, a rank ${worst.state}` : `ready, ${worst.state}`) : worker.state);
+  const role = worker.role === "plain" ? "" : `${worker.role}, `;
+  setText(row.state, role + (worker.state === "ready" && worst ? (worker.ranks.length > 1 ? `ready, a rank ${worst.state}` : `ready, ${worst.state}`) : worker.state));
   setText(row.running, count(sum("running")));
   const speed = sum("tokens_per_s") / Math.max(1, worker.ranks.filter((rank) => rank.tokens_per_s).length);
   setText(row.queued, sum("queued_tokens") ? `${count(sum("queued_tokens"))} tok` : "0");

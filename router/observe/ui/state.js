@@ -2,6 +2,7 @@
 
 const WINDOW_POINTS = 5; // the curves show ten seconds at a time: single steps are noise
 const RANK_WINDOW_S = 60;
+const RANK_ENOUGH_S = 15; // until the page has seen so much of a rank, its rate since the start says more
 const MAX_DECISIONS = 24;
 
 const view = {
@@ -51,8 +52,8 @@ function rankOf(worker, values) {
   while (seen.length > 2 && seen[1][0] < view.at - RANK_WINDOW_S) seen.shift();
   view.seen.set(rank.id, seen);
   const prompt = rank.prompt_tokens - seen[0][1];
-  rank.recent = prompt > 0;
-  rank.hit = prompt > 0 ? (rank.cached_tokens - seen[0][2]) / prompt : rank.prompt_tokens ? rank.cached_tokens / rank.prompt_tokens : null;
+  rank.recent = prompt > 0 && view.at - seen[0][0] >= RANK_ENOUGH_S;
+  rank.hit = rank.recent ? (rank.cached_tokens - seen[0][2]) / prompt : rank.prompt_tokens ? rank.cached_tokens / rank.prompt_tokens : null;
   rank.tone = worker.state !== "ready" ? (worker.state === "starting" ? "wait" : "bad") : toneOf(rank.state);
   return rank;
 }
@@ -104,6 +105,7 @@ function problems() {
   const ready = view.workers.filter((worker) => worker.state === "ready");
   if (!view.workers.length) found.push({ level: "bad", title: "No workers", text: "Give the router engines: --worker URL, workers: in its configuration, or POST /workers on this listener." });
   else if (!ready.length) found.push({ level: "bad", title: "No worker can take a request", text: "Clients get 503 until one is ready. The fleet below says what each one waits for." });
+  found.push(...halfPools(ready));
   for (const worker of view.workers) {
     for (const drift of worker.drift || []) {
       found.push({ level: "warn", kind: `drift ${drift.kind} ${drift.advertised} ${drift.observed}`, who: [worker.url],
@@ -112,6 +114,7 @@ function problems() {
     if (worker.state === "unhealthy" && ready.length) found.push({ level: "bad", kind: `unhealthy ${worker.reason}`, who: [worker.url], title: "Worker unhealthy", text: worker.reason });
     for (const rank of worker.ranks) {
       if (worker.state !== "ready" || ["ok", "wait"].includes(rank.tone)) continue;
+      if (worker.role === "decode" && rank.state === "off") continue; // without a radix cache it has nothing to announce
       found.push({ level: rank.tone === "bad" ? "bad" : "warn", kind: `rank ${rank.state} ${rank.reason.replace(/\d+/g, "")}`, who: [`${worker.url} rank ${rank.rank}`],
         title: rank.state === "off" ? "No event stream: routed by load only" : `Event stream ${rank.state}: no cache credit`, text: rank.reason });
     }
@@ -125,6 +128,22 @@ function problems() {
     else merged.set(key, { ...problem, who: [...(problem.who || [])] });
   }
   return [...merged.values()].sort((a, b) => (a.level === b.level ? 0 : a.level === "bad" ? -1 : 1));
+}
+
+// Prefill and decode engines serve only in pairs: one half alone serves nobody.
+function halfPools(ready) {
+  const found = [];
+  const halves = { prefill: "decode", decode: "prefill" };
+  for (const model of new Set(view.workers.filter((worker) => halves[worker.role]).map((worker) => worker.model))) {
+    const of = (role) => ready.filter((worker) => worker.role === role && worker.model === model);
+    for (const [there, missing] of Object.entries(halves)) {
+      if (!of(there).length || of(missing).length) continue;
+      const plain = of("plain").length > 0;
+      found.push({ level: plain ? "warn" : "bad", title: `Half a pool: no ${missing} engine for ${model}`,
+        text: plain ? "Its plain engines take every request meanwhile." : `Clients get 503 no_${missing}_workers until one is ready.` });
+    }
+  }
+  return found;
 }
 
 // The failure this router exists to end: stores flow, lookups miss, everything else looks healthy.

@@ -40,7 +40,7 @@ function fillDetail(worker, first) {
     ["State", worker.state + (worker.reason ? `: ${worker.reason}` : "")],
     ["Model", worker.models.join(", ") || "–"],
     ["Engine", [worker.engine, worker.version].filter(Boolean).join(" ") || "–"],
-    ["Role", worker.role],
+    ["Role", [worker.role, worker.group && `group ${worker.group}`, worker.bootstrap_port && `bootstrap port ${worker.bootstrap_port}`].filter(Boolean).join(", ")],
     ["Incarnation", String(worker.incarnation)],
     ["Block width", worker.block_size === null ? "–" : `${worker.block_size} tokens${worker.block_size === worker.advertised_block_size ? ", as advertised" : `, advertised ${worker.advertised_block_size}`}`],
     ["Block names", worker.hash === "sglang-sha256" ? "the engine's own hashes" : worker.hash === "xxh3" ? "the router's own chain" : "–"],
