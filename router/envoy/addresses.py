@@ -27,6 +27,7 @@ class AddressBook:
         self._addresses: dict[str, str] = {}
         self._asked_s: dict[str, float] = {}
         """Only of names: literal addresses are never asked for."""
+        self._asking: dict[str, asyncio.Task[None]] = {}
 
     def known(self, url: WorkerUrl) -> str | None:
         """`ip:port`, None while the name's address is not known."""
@@ -42,9 +43,18 @@ class AddressBook:
         """As `known`, after asking when it has to be; None when nobody knows the name."""
         found = self.known(url)
         if found is None:
-            await self._ask(url.host)
+            await self._ask_for_all(url.host)
             found = self.known(url)
         return found
+
+    async def _ask_for_all(self, host: str) -> None:
+        """Requests that come while a slow resolver is asked wait for the same answer: each of them asking would take
+        up every thread there is."""
+        asking = self._asking.get(host)
+        if asking is None:
+            asking = self._asking[host] = asyncio.create_task(self._ask(host), name=f"address of {host}")
+            asking.add_done_callback(lambda _: self._asking.pop(host))
+        await asyncio.shield(asking)
 
     async def renew(self, urls: Iterable[WorkerUrl]) -> None:
         """Asks for the names among `urls` whose answer is missing or old, and forgets every host that is not there."""

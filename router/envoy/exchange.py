@@ -9,35 +9,32 @@ sends of them all the same is passed on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
-from envoy.config.core.v3.base_pb2 import HeaderValueOption
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
+
+from router.envoy.messages import (
+    BUFFERED,
+    FULL_DUPLEX,
+    NO_BODY,
+    OVERWRITE,
     BodyResponse,
-    CommonResponse,
-    HeaderMutation,
     HeadersResponse,
     ImmediateResponse,
-    ProcessingRequest,
+    Message,
     ProcessingResponse,
     TrailersResponse,
 )
-
 from router.envoy.pick import DESTINATION, Picked
 from router.errors import RouterError
 from router.proxy.request import RequestFields
 
-BUFFERED = ProcessingMode.BUFFERED
-FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 PIECE_BYTES = 64 << 10
 """Envoy refuses larger pieces of a body given back."""
 NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 @dataclass(slots=True)
@@ -85,9 +82,9 @@ class Exchange:
         self.decided = False
         """Nothing more of this request is to be answered for: it was sent, or refused."""
         self._body_mode: int = BUFFERED
-        self._answer_mode: int = ProcessingMode.NONE
+        self._answer_mode: int = NO_BODY
 
-    async def take(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+    async def take(self, message: Message) -> list[Message]:
         """What Envoy is to be told now."""
         kind = message.WhichOneof("request")
         if kind == "request_headers":
@@ -98,7 +95,7 @@ class Exchange:
             return await self._trailers()
         return self._of_answer(kind, message)
 
-    async def _head(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+    async def _head(self, message: Message) -> list[Message]:
         asked = self.asked = Asked(_fields(message), _subset(message))
         if message.HasField("protocol_config"):
             self._body_mode = message.protocol_config.request_body_mode
@@ -113,7 +110,7 @@ class Exchange:
             raise RouterError("internal", text)
         return []
 
-    async def _body(self, piece: bytes, last: bool) -> list[ProcessingResponse]:
+    async def _body(self, piece: bytes, last: bool) -> list[Message]:
         asked = self.asked
         if asked is None or self.decided:
             return []
@@ -125,7 +122,7 @@ class Exchange:
         sent = await self._decide(asked)
         return [_headers(sent), *_given_back(sent.picked.body, last=True)]
 
-    async def _trailers(self) -> list[ProcessingResponse]:
+    async def _trailers(self) -> list[Message]:
         answers = [ProcessingResponse(request_trailers=TrailersResponse())]
         asked = self.asked
         if asked is None or self.decided:
@@ -137,7 +134,7 @@ class Exchange:
         self.decided = True
         return await self._send(asked)
 
-    def _of_answer(self, kind: str | None, message: ProcessingRequest) -> list[ProcessingResponse]:
+    def _of_answer(self, kind: str | None, message: Message) -> list[Message]:
         if kind == "response_headers":
             return [ProcessingResponse(response_headers=HeadersResponse())]
         if kind == "response_trailers":
@@ -151,7 +148,7 @@ class Exchange:
         return [answer]
 
 
-def refusal(error: RouterError) -> ProcessingResponse:
+def refusal(error: RouterError) -> Message:
     """The one error shape of the public listener, as the client's answer."""
     answer = ImmediateResponse()
     answer.status.code = error.status
@@ -167,7 +164,7 @@ def refusal(error: RouterError) -> ProcessingResponse:
     return ProcessingResponse(immediate_response=answer)
 
 
-def _fields(message: ProcessingRequest) -> RequestFields:
+def _fields(message: Message) -> RequestFields:
     """Envoy gives values as bytes, or as text in older versions."""
     given = message.request_headers.headers.headers
     try:
@@ -176,23 +173,20 @@ def _fields(message: ProcessingRequest) -> RequestFields:
         raise RouterError("bad_request", "a header field that must be single is repeated") from None
 
 
-def _subset(message: ProcessingRequest) -> frozenset[str] | None:
-    given: Mapping[str, object] = message.metadata_context.filter_metadata
-    if SUBSET_NAMESPACE not in given:
-        return None
-    hint = message.metadata_context.filter_metadata[SUBSET_NAMESPACE].fields
-    if SUBSET_KEY not in hint:
-        return None
-    return frozenset(value.string_value for value in hint[SUBSET_KEY].list_value.values)
+def _subset(message: Message) -> frozenset[str] | None:
+    for entry in message.metadata_context.filter_metadata:
+        if entry.key == SUBSET_NAMESPACE and SUBSET_KEY in entry.value.fields:
+            return frozenset(one.string_value for one in entry.value.fields[SUBSET_KEY].list_value.values)
+    return None
 
 
-def _headers(sent: Sent) -> ProcessingResponse:
+def _headers(sent: Sent) -> Message:
     answer = ProcessingResponse(request_headers=HeadersResponse())
     _route(answer, answer.request_headers.response, sent)
     return answer
 
 
-def _buffered(sent: Sent) -> ProcessingResponse:
+def _buffered(sent: Sent) -> Message:
     answer = ProcessingResponse(request_body=BodyResponse())
     response = answer.request_body.response
     _route(answer, response, sent)
@@ -202,7 +196,7 @@ def _buffered(sent: Sent) -> ProcessingResponse:
     return answer
 
 
-def _route(answer: ProcessingResponse, response: CommonResponse, sent: Sent) -> None:
+def _route(answer: Message, response: Message, sent: Sent) -> None:
     for name, value in sent.picked.fields:
         _set(response.header_mutation, name.decode(), value)
     response.header_mutation.remove_headers.extend(sent.withheld)
@@ -210,12 +204,12 @@ def _route(answer: ProcessingResponse, response: CommonResponse, sent: Sent) -> 
     metadata.fields[DESTINATION.decode()].string_value = sent.picked.destination
 
 
-def _set(mutation: HeaderMutation, name: str, value: bytes) -> None:
+def _set(mutation: Message, name: str, value: bytes) -> None:
     option = mutation.set_headers.add(append_action=OVERWRITE)
     option.header.key, option.header.raw_value = name.lower(), value
 
 
-def _given_back(body: bytes, *, last: bool) -> Iterator[ProcessingResponse]:
+def _given_back(body: bytes, *, last: bool) -> Iterator[Message]:
     """The whole body in pieces; an empty one is still one piece."""
     for at in range(0, max(len(body), 1), PIECE_BYTES):
         piece = ProcessingResponse(request_body=BodyResponse())

@@ -1,6 +1,6 @@
 """The gRPC server of `ext_proc`: admits a request as the public listener does, lets the picker decide, reports it.
 
-Needs `pip install '.[envoy]'` (grpcio and Envoy's message types); nothing else imports this module.
+Needs `pip install '.[envoy]'` (grpcio and protobuf); nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from grpc import aio
 
 from router.envoy.exchange import Asked, Exchange, Sent, refusal
 from router.envoy.health import health_handler
+from router.envoy.messages import Message, ProcessingRequest, ProcessingResponse
 from router.envoy.pick import Picker, withheld
 from router.errors import ConfigError, RouterError
 from router.proxy import routes
@@ -117,7 +117,7 @@ class ExtProcServer:
     async def _process(
         self,
         _: object,
-        context: aio.ServicerContext[ProcessingRequest, ProcessingResponse],
+        context: aio.ServicerContext[Message, Message],
     ) -> None:
         """One request of a client: one stream."""
         request = _Request(self)
@@ -125,7 +125,6 @@ class ExtProcServer:
         try:
             async with asyncio.timeout(self._options.body_s) as patience:
                 while (message := await context.read()) is not aio.EOF:
-                    assert isinstance(message, ProcessingRequest)
                     for answer in await exchange.take(message):
                         await context.write(answer)
                     if exchange.decided:

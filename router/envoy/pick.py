@@ -85,7 +85,11 @@ class Picker:
         while True:
             placement = self._core.place_whole(plan, barred)
             url = placement.url
-            address = self._addresses.known(url) or await self._addresses.find(url)
+            try:
+                address = self._addresses.known(url) or await self._addresses.find(url)
+            except BaseException:  # Envoy gave the request up while its worker's name was looked up
+                placement.finish(Outcome.CLIENT_CLOSED)
+                raise
             if address is not None and (among is None or address in among):
                 break
             # Only a name gets here: no address, or not one of `among` after all. Another worker, then.

@@ -260,5 +260,5 @@ def test_what_envoy_may_ask_is_opened_and_nothing_else() -> None:
         "ext-authz": 9001,
         "ext-proc": 9002,
     }
-    policy = pick(objects, "NetworkPolicy")
+    policy = pick(objects, "NetworkPolicy", "kv-kv-router")
     assert policy["spec"]["ingress"][0]["ports"] == [{"port": 8080}, {"port": 9001}, {"port": 9002}]

@@ -42,6 +42,26 @@ async def test_a_name_is_asked_for_once_and_then_known() -> None:
     assert resolver.asked == ["engine"]
 
 
+async def test_many_requests_at_once_ask_for_a_name_once_and_one_that_leaves_takes_no_answer_away() -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    class Slow(Resolver):
+        async def __call__(self, name: str) -> list[str]:
+            found = await super().__call__(name)
+            asked.set()
+            await answer.wait()
+            return found
+
+    resolver = Slow(engine=["10.0.0.1"])
+    first, *others = [asyncio.create_task(resolver.book.find(url("http://engine:1"))) for _ in range(50)]
+    await asked.wait()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    answer.set()
+    assert await asyncio.gather(*others) == ["10.0.0.1:1"] * 49
+    assert resolver.asked == ["engine"]
+
+
 async def test_a_name_without_an_address_is_no_destination() -> None:
     resolver = Resolver()
     assert await resolver.book.find(url("http://engine:1")) is None

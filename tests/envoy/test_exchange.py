@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("grpc")
-pytest.importorskip("envoy.service.ext_proc.v3")
+pytest.importorskip("google.protobuf")
 
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
+from router.envoy.exchange import PIECE_BYTES, Asked, Exchange, Sent, refusal
+from router.envoy.messages import (
+    BUFFERED,
+    FULL_DUPLEX,
     HttpBody,
     HttpHeaders,
     HttpTrailers,
+    Message,
     ProcessingRequest,
-    ProcessingResponse,
 )
-
-from router.envoy.exchange import PIECE_BYTES, Asked, Exchange, Sent, refusal
 from router.envoy.pick import Picked
 from router.errors import ERRORS, RouterError
 
-MODES = [ProcessingMode.BUFFERED, ProcessingMode.FULL_DUPLEX_STREAMED]
+MODES = [BUFFERED, FULL_DUPLEX]
 
 
 class Told:
@@ -33,7 +33,7 @@ class Told:
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.answers: list[ProcessingResponse] = []
+        self.answers: list[Message] = []
         self.exchange = Exchange(lambda asked: None, self._grow, self._send)
 
     def _grow(self, asked: Asked, piece: bytes) -> None:
@@ -43,7 +43,7 @@ class Told:
         self.bodies.append(b"".join(asked.pieces))
         return Sent(Picked(("10.0.0.1:1",), [], self.bodies[-1], False, "w", []), [])
 
-    def take(self, message: ProcessingRequest) -> None:
+    def take(self, message: Message) -> None:
         self.answers += asyncio.run(self.exchange.take(message))
 
     @property
@@ -53,13 +53,13 @@ class Told:
         return b"".join(part.body for part in parts)
 
 
-def head(mode: int, last: bool = False) -> ProcessingRequest:
+def head(mode: int, last: bool = False) -> Message:
     message = ProcessingRequest(request_headers=HttpHeaders(end_of_stream=last))
     message.protocol_config.request_body_mode = mode
     return message
 
 
-def body(piece: bytes, last: bool) -> ProcessingRequest:
+def body(piece: bytes, last: bool) -> Message:
     return ProcessingRequest(request_body=HttpBody(body=piece, end_of_stream=last))
 
 
@@ -86,7 +86,7 @@ def test_no_order_of_messages_breaks_it(messages: list[ProcessingRequest]) -> No
 @given(st.lists(st.binary(max_size=3 * PIECE_BYTES // 2), min_size=1, max_size=6), st.booleans())
 def test_a_streamed_body_comes_back_as_it_was_however_it_is_cut(pieces: list[bytes], trailers: bool) -> None:
     told = Told()
-    told.take(head(ProcessingMode.FULL_DUPLEX_STREAMED))
+    told.take(head(FULL_DUPLEX))
     for number, piece in enumerate(pieces, 1):
         told.take(body(piece, last=number == len(pieces) and not trailers))
     if trailers:
@@ -99,7 +99,7 @@ def test_a_streamed_body_comes_back_as_it_was_however_it_is_cut(pieces: list[byt
 
 @given(st.lists(st.tuples(NAMES, st.binary(max_size=8)), max_size=6))
 def test_odd_header_fields_are_read_or_refused(fields: list[tuple[str, bytes]]) -> None:
-    message = head(ProcessingMode.BUFFERED)
+    message = head(BUFFERED)
     for name, value in fields:
         message.request_headers.headers.headers.add(key=name, raw_value=value)
     names = [name.lower() for name, _ in fields]

@@ -11,25 +11,26 @@ from typing import Any
 import pytest
 
 grpc = pytest.importorskip("grpc")
-pytest.importorskip("envoy.service.ext_proc.v3")
+pytest.importorskip("google.protobuf")
 
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode  # noqa: E402
-from envoy.service.ext_proc.v3.external_processor_pb2 import (  # noqa: E402
+from router.envoy.exchange import PIECE_BYTES  # noqa: E402
+from router.envoy.messages import (  # noqa: E402
+    BUFFERED,
+    FULL_DUPLEX,
+    NO_BODY,
     HttpBody,
     HttpHeaders,
     HttpTrailers,
+    Message,
     ProcessingRequest,
     ProcessingResponse,
 )
-
-from router.envoy.exchange import PIECE_BYTES  # noqa: E402
 from router.proxy.plan import RequestRecord  # noqa: E402
 from tests.e2e.conftest import Running  # noqa: E402
 from tests.envoy.conftest import Pickers, StartEngine  # noqa: E402
 from tests.support.engine import FakeEngine, stored  # noqa: E402
 
 PROMPT = list(range(1, 42))
-BUFFERED, DUPLEX = ProcessingMode.BUFFERED, ProcessingMode.FULL_DUPLEX_STREAMED
 
 
 def body_of(prompt: object = PROMPT, **more: object) -> bytes:
@@ -59,7 +60,7 @@ class Stream:
         message.protocol_config.request_body_mode = mode
         message.protocol_config.response_body_mode = answer_mode
         if among is not None:
-            hint = message.metadata_context.filter_metadata["envoy.lb.subset_hint"]
+            hint = message.metadata_context.filter_metadata.add(key="envoy.lb.subset_hint").value
             hint.get_or_create_list("x-gateway-destination-endpoint-subset").extend(among)
         await self._call.write(message)
 
@@ -70,7 +71,7 @@ class Stream:
     async def tell(self, **message: Any) -> None:
         await self._call.write(ProcessingRequest(**message))
 
-    async def answer(self) -> ProcessingResponse:
+    async def answer(self) -> Message:
         found = await asyncio.wait_for(self._call.read(), 10)
         assert isinstance(found, ProcessingResponse), "the stream has ended"
         return found
@@ -183,7 +184,7 @@ async def test_a_streamed_body_is_held_to_its_end_and_given_back_unchanged(
     engine = await fake_engine()
     async with asking(await pickers(engine)) as stream:
         one = stream()
-        await one.head(DUPLEX)
+        await one.head(FULL_DUPLEX)
         sent = body_of(user="x" * size)
         pieces = [sent[at : at + 40_000] for at in range(0, len(sent), 40_000)]
         await one.body(*pieces, b"")  # the end comes in an empty piece of its own
@@ -198,7 +199,7 @@ async def test_with_trailers_the_body_ends_with_them(fake_engine: StartEngine, p
     engine = await fake_engine()
     async with asking(await pickers(engine)) as stream:
         one = stream()
-        await one.head(DUPLEX)
+        await one.head(FULL_DUPLEX)
         await one.body(body_of(), last=False)
         await one.tell(request_trailers=HttpTrailers())
         assert destination(await one.answer()) == at(engine)
@@ -207,7 +208,7 @@ async def test_with_trailers_the_body_ends_with_them(fake_engine: StartEngine, p
         await one.end()
 
 
-@pytest.mark.parametrize("mode", [BUFFERED, DUPLEX])
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
 async def test_the_rank_of_generate_goes_into_the_body(mode: int, fake_engine: StartEngine, pickers: Pickers) -> None:
     """The header that pins a rank elsewhere is ignored there (contract, section 5)."""
     engine = await fake_engine(dp_size=2)
@@ -242,7 +243,7 @@ async def test_only_endpoints_of_a_prescribed_subset_are_named(fake_engine: Star
             await one.end()
         for nobody in ([], ["10.0.0.1:30000"]):
             one = stream()
-            await one.head(DUPLEX, among=nobody)
+            await one.head(FULL_DUPLEX, among=nobody)
             await one.body(body_of())
             assert await one.refused() == (503, "no_worker")
 
@@ -264,7 +265,7 @@ async def test_refusals_are_the_clients_answer_and_are_counted(
     async with asking(running) as stream:
         for head, body, refused in cases:
             one = stream()
-            await one.head(DUPLEX, **head)
+            await one.head(FULL_DUPLEX, **head)
             if body is not None:
                 await one.body(body)
             assert await one.refused() == refused
@@ -277,7 +278,7 @@ async def test_a_body_beyond_the_limit_is_refused_as_it_arrives(fake_engine: Sta
     running = await pickers(await fake_engine(), listen={"host": "127.0.0.1", "port": 0, "max_body_mb": 1})
     async with asking(running) as stream:
         one = stream()
-        await one.head(DUPLEX)
+        await one.head(FULL_DUPLEX)
         await one.body(*[b"x" * 65536] * 17, last=False)
         assert await one.refused() == (413, "body_too_large")
     assert running.service.listener.buffered_bytes == 0
@@ -287,7 +288,7 @@ async def test_a_body_that_does_not_end_is_given_up(fake_engine: StartEngine, pi
     running = await pickers(await fake_engine(), timeouts={"body_s": 0.2})
     async with asking(running) as stream:
         one = stream()
-        await one.head(DUPLEX)
+        await one.head(FULL_DUPLEX)
         await one.body(b"{", last=False)
         assert await one.refused() == (408, "request_timeout")
     assert running.service.listener.buffered_bytes == 0
@@ -299,7 +300,7 @@ async def test_a_client_that_leaves_in_its_body_is_counted_and_its_bytes_are_giv
     running = await pickers(await fake_engine())
     async with asking(running) as stream:
         one = stream()
-        await one.head(DUPLEX)
+        await one.head(FULL_DUPLEX)
         await one.body(b"{" * 1000, last=False)
 
         async def held() -> bool:
@@ -321,7 +322,7 @@ async def test_the_clients_key_is_taken_off_and_the_workers_put_on(fake_engine: 
     running = await pickers(await fake_engine(), api_keys=["client"], worker_api_key="engine")
     async with asking(running) as stream:
         one = stream()
-        await one.head(DUPLEX, x_api_key="client")
+        await one.head(FULL_DUPLEX, x_api_key="client")
         await one.body(body_of())
         answer = await one.answer()
         assert fields_of(answer)["authorization"] == "Bearer engine"
@@ -331,7 +332,7 @@ async def test_the_clients_key_is_taken_off_and_the_workers_put_on(fake_engine: 
 async def test_a_filter_that_sends_no_bodies_is_told_so(fake_engine: StartEngine, pickers: Pickers) -> None:
     async with asking(await pickers(await fake_engine())) as stream:
         one = stream()
-        await one.head(ProcessingMode.NONE)
+        await one.head(NO_BODY)
         assert await one.refused() == (500, "internal")
 
 
@@ -340,7 +341,7 @@ async def test_parts_of_the_answer_pass_untouched_when_a_data_plane_sends_them(
 ) -> None:
     async with asking(await pickers(await fake_engine())) as stream:
         one = stream()
-        await one.head(DUPLEX, answer_mode=DUPLEX)
+        await one.head(FULL_DUPLEX, answer_mode=FULL_DUPLEX)
         await one.body(body_of())
         destination(await one.answer())
         await one.answer()

@@ -65,7 +65,7 @@ async def test_without_the_extra_the_error_says_what_to_install(
     service = (await start_router()).service
     monkeypatch.setitem(sys.modules, "grpc", None)
     monkeypatch.delitem(sys.modules, "router.envoy.extproc", raising=False)
-    with pytest.raises(ConfigError, match=r"pip install 'kv-router\[envoy\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[envoy\]'"):
         EnvoyPickers(
             EnvoyConfig(ext_proc=EnvoyListenConfig(port=0)),
             service.core,
