@@ -15,10 +15,14 @@ from router.stream.zmtp import Message, SubscriberWire, ZmtpError
 READ_BYTES = 64 * 1024
 """Read at once, and so what one rank keeps of its stream here; the rest waits in the kernel, and then at the publisher
 (case 31)."""
+MAX_READS = 64
+"""In a row for one message that is not complete yet (4 MiB): however fast a publisher sends, the rest comes in the next
+turn of the event loop."""
 HANDSHAKE_S = 5.0
 """To connect, and then again to agree on the protocol."""
-# A host that vanished without a word is noticed within a minute.
-_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+# A host that vanished without a word is noticed within a minute. The last one (ms) is for what we sent it last: while
+# bytes wait to be acknowledged nothing probes, and giving up on them takes Linux a quarter of an hour.
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 50_000}
 
 
 class ConnectionLost(Exception):
@@ -48,13 +52,15 @@ class Connection:
     def receive(self) -> Message | None:
         """The next message; None when none is complete. Raises ConnectionLost, after everything that came before it."""
         wire = self._wire
+        reads = 0
         try:
             while (message := wire.next()) is None:
                 if wire.outgoing:
                     self._answer()
-                if self._drained:
+                if self._drained or reads == MAX_READS:
                     self._drained = False
                     return None
+                reads += 1
                 data = self._socket.recv(READ_BYTES)
                 if not data:
                     raise ConnectionLost("the connection was lost")
@@ -69,9 +75,11 @@ class Connection:
         return message
 
     def _answer(self) -> None:
+        outgoing = self._wire.outgoing
         with suppress(BlockingIOError):  # a peer that does not read gets no answer to its heartbeat
-            self._socket.send(self._wire.outgoing)
-        self._wire.outgoing.clear()
+            if self._socket.send(outgoing) < len(outgoing):
+                raise ConnectionLost("the publisher does not read")  # half an answer: the next would end up inside it
+        outgoing.clear()
 
     def close(self) -> None:
         """At once; what is unread is dropped. Call it once."""
@@ -131,7 +139,7 @@ async def _dial_one(loop: asyncio.AbstractEventLoop, family: int, address: Any) 
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
-                if hasattr(socket, name):  # macOS lacks one of them
+                if hasattr(socket, name):  # macOS lacks two of them
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         async with asyncio.timeout(HANDSHAKE_S):
             await loop.sock_connect(sock, address)
@@ -156,6 +164,9 @@ async def _shake_hands(loop: asyncio.AbstractEventLoop, sock: socket.socket, wir
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, socket.gaierror) or not isinstance(error, OSError):
-        return str(error.args[-1])
-    return os.strerror(error.errno) if error.errno else "no answer"  # asyncio.timeout's error has no number
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
+        if error.errno:
+            return os.strerror(error.errno)
+        if isinstance(error, TimeoutError):  # asyncio.timeout's has no number, and no words
+            return "no answer"
+    return str(error.args[-1])

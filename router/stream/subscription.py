@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Protocol
 
 from router.stream.connection import Connection, ConnectionLost, connect
 from router.stream.pump import Pump, running_pump
+
+log = logging.getLogger(__name__)
 
 REOPEN_S = (0.1, 1.0)
 """First and largest wait before a lost or refused connection is opened anew: cheap for ever, and a restarted engine is
@@ -61,10 +64,10 @@ class Subscription:
 
     async def close(self) -> None:
         """Close the connection and stop the task; the subscriber hears nothing more. May be called twice."""
+        self._close_connection()  # first: a connection found lost while we wait below would be opened anew
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        self._close_connection()
 
     def wake(self) -> None:
         """There may be work."""
@@ -99,7 +102,10 @@ class Subscription:
 
     def _lost(self, why: ConnectionLost) -> float:
         """Tells the subscriber; returns how long to wait before the next attempt (s)."""
-        self._subscriber.unlinked(f"{why} ({self._endpoint})")
+        try:
+            self._subscriber.unlinked(f"{why} ({self._endpoint})")
+        except Exception:  # as in the pump: it costs this word, not the connection that is still to be opened
+            log.exception("a stream's sink failed; the stream goes on")
         wait_s, self._reopen_s = self._reopen_s, min(2 * self._reopen_s, REOPEN_S[1])
         return wait_s
 

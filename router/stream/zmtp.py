@@ -18,6 +18,7 @@ KEPT_FRAMES: Final = 4
 MAX_FRAMES: Final = 256
 """Of one message, and of commands in a row: whoever sends more has nothing to say and would hold up the event loop."""
 MAX_COMMAND_BYTES: Final = 4096
+SMALL_PIECE_BYTES: Final = 4096
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -63,7 +64,7 @@ class SubscriberWire:
         self._usual = frame(topic, more=True) + _SHORT_SEQ
         self._data = b""
         self._at = 0
-        self._parts: list[bytes] = []  # arrived, and not enough for the frame that began
+        self._parts: list[bytes | bytearray] = []  # arrived, and not enough for the frame that began
         self._missing = 0  # bytes of it
         self._frames: list[bytes] = []
         self._frame_count = 0
@@ -71,7 +72,7 @@ class SubscriberWire:
     def received(self, data: bytes) -> None:
         """Bytes in the order they came."""
         if self._missing > len(data):
-            self._parts.append(data)
+            self._keep(data)
             self._missing -= len(data)
             return
         if self._parts:
@@ -80,6 +81,16 @@ class SubscriberWire:
         elif self._at < len(self._data):
             data = self._data[self._at :] + data
         self._data, self._at, self._missing = data, 0, 0
+
+    def _keep(self, data: bytes) -> None:
+        """Of the frame that began. Small pieces in one buffer: each as an object of its own would take up many times
+        its size, for as long as a publisher cares to drip."""
+        if len(data) >= SMALL_PIECE_BYTES:
+            self._parts.append(data)
+        elif isinstance(last := self._parts[-1], bytearray):
+            last += data
+        else:
+            self._parts.append(bytearray(data))
 
     def next(self) -> Message | None:
         """The next whole message. None: more bytes are needed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import tracemalloc
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -177,6 +178,25 @@ def test_a_long_frame_in_many_pieces_is_put_together_once() -> None:
     data = on_the_wire([b"kv", bytes(8), payload])
     wire = established()
     assert read(wire, data, range(100, len(data), 1000)) == [(bytes(8), payload)]
+
+
+@pytest.mark.parametrize("cut", [2, 3000])
+def test_a_long_frame_that_drips_takes_up_little_more_than_itself(cut: int) -> None:
+    """A publisher that sends two bytes at a time; each kept as an object of its own would be 20 times as large."""
+    payload = bytes(range(256)) * 2048
+    data = on_the_wire([b"kv", bytes(8), payload])
+    wire = established()
+    tracemalloc.start()
+    try:
+        for start in range(0, len(data) - cut, cut):
+            wire.received(data[start : start + cut])
+            assert wire.next() is None
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 2 * len(payload)
+    wire.received(data[start + cut :])
+    assert wire.next() == (bytes(8), payload)
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.booleans())
