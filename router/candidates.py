@@ -6,7 +6,7 @@ Runs on the event loop between two awaits. Fleets without prefill or decode engi
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from router.errors import RouterError
@@ -70,6 +70,16 @@ def candidates(
             raise
         prefill, decode = [], []
     return Candidates(_ranks([*pools.plain, *prefill], wanted, tried, now_s, limited=limited), decode)
+
+
+def line(pools: Pools[Worker], wanted: Wanted) -> Hashable:
+    """Requests of one line can go to the same engines: one that has to wait for a plain engine holds up none that a
+    pair can serve."""
+    if not pools.split:
+        return None
+    pairable = _pairable(wanted)
+    dialects = tuple(name for name, routes in PAIRED_ROUTES.items() if pairable and wanted.route in routes)
+    return wanted.route in TEXT_ROUTES, dialects
 
 
 def _pairable(wanted: Wanted) -> bool:

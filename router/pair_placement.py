@@ -277,9 +277,11 @@ def _meeting(prefill: Rank, decode: Rank, plan: RequestPlan) -> Meeting:
 
 
 def prompts_in(body: RequestBody) -> int:
-    """How many prompts the body holds: a list of texts, or of lists of ids, is a batch."""
+    """How many prompts the body holds: a list of texts, or of lists of ids, is a batch. Fields that its route does not
+    read count for nothing: an engine given several rooms for one prompt refuses it."""
     fields = body.fields
-    for raw in (fields.prompt, fields.text, fields.input_ids):
+    read = {"/v1/completions": (fields.prompt,), "/generate": (fields.text, fields.input_ids)}
+    for raw in read.get(body.path, ()):
         if not present(raw):
             continue
         head = bytes(memoryview(raw)[:64]).split()

@@ -107,12 +107,10 @@ def fresh_rooms(meeting: Meeting, rng: random.Random) -> list[int]:
     rank = meeting.prefill_rank or 0
     first = 1 if rank == 0 else 0
     last = (MAX_ROOM - rank) // ranks
-    rooms: list[int] = []
+    rooms: dict[int, None] = {}
     while len(rooms) < meeting.prompts:
-        room = rng.randint(first, last) * ranks + rank
-        if room not in rooms:
-            rooms.append(room)
-    return rooms
+        rooms[rng.randint(first, last) * ranks + rank] = None
+    return list(rooms)
 
 
 class _Handed(msgspec.Struct):

@@ -51,6 +51,8 @@ class ClientConnection(asyncio.Protocol):
         self._ending_since: float | None = None
         self._full_since: float | None = None
         self._full_bytes = 0
+        self._taken: asyncio.Future[None] | None = None
+        """Done when the client has taken what it was sent: what is pipelined behind waits for it."""
         self._held_back = False
 
     # --- asyncio.Protocol
@@ -90,12 +92,14 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._full_since = self._loop.time()
-        self._full_bytes = self._unsent_bytes()
+        self._full_bytes = self.unsent_bytes
         if self.throttled is not None:
             self.throttled.pause()
 
     def resume_writing(self) -> None:
         self._full_since = None
+        if self._taken is not None and not self._taken.done():
+            self._taken.set_result(None)
         if self.throttled is not None:
             self.throttled.resume()
 
@@ -114,6 +118,8 @@ class ClientConnection(asyncio.Protocol):
         arrived = self._parser.arrived
         while True:
             request = arrived.popleft()
+            if not arrived:
+                self._read_on()  # the rest of its body may still be in the socket
             try:
                 keep = await self._serve(self, request)
             finally:
@@ -121,6 +127,9 @@ class ClientConnection(asyncio.Protocol):
             if not (keep and self._may_go_on(request)):
                 self.end()
                 return
+            if self.full:  # or a client that reads nothing has us keep an answer for each request (case 77)
+                self._taken = self._loop.create_future()
+                await self._taken
             if request.complete and arrived:
                 await asyncio.sleep(0)  # behind each other in one read: others get their turn
                 continue
@@ -132,13 +141,15 @@ class ClientConnection(asyncio.Protocol):
         """Nothing is to be answered, and all of `request` may not have come."""
         self.busy = False
         self._idle_since = now = self._loop.time()
-        if self._held_back and self.transport is not None:
-            self._held_back = False
-            self.transport.resume_reading()
         if self._parser.in_head or not request.complete:
             self._waiting_since = now
         if not request.complete:
             request.changed = lambda: self._rest_came(request)
+
+    def _read_on(self) -> None:
+        if self._held_back and self.transport is not None:
+            self._held_back = False
+            self.transport.resume_reading()
 
     def _may_go_on(self, request: Request) -> bool:
         """False when the client may or may not send the body it announced, or nothing behind it can be read."""
@@ -179,7 +190,8 @@ class ClientConnection(asyncio.Protocol):
         if transport is None:
             return
         if self._ending_since is not None:
-            if now - self._ending_since > _LINGER_S and not self.full:
+            limit_s = stall_s if self.unsent_bytes else _LINGER_S  # what is left may be too little to be full
+            if now - self._ending_since > limit_s and not self.full:
                 transport.abort()
         elif not self.busy:
             if self._waiting_since is not None:
@@ -188,12 +200,14 @@ class ClientConnection(asyncio.Protocol):
             elif now - self._idle_since > idle_s:
                 transport.close()
         if self._full_since is not None and now - self._full_since > stall_s:
-            unsent = self._unsent_bytes()
+            unsent = self.unsent_bytes
             if unsent >= self._full_bytes:
                 transport.abort()
             self._full_since, self._full_bytes = now, unsent
 
-    def _unsent_bytes(self) -> int:
+    @property
+    def unsent_bytes(self) -> int:
+        """Of answers, that the client has not taken; what the kernel holds does not count."""
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
 

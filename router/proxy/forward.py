@@ -125,8 +125,8 @@ class Relay:
         self._tap = tap
         self._story = story
         self._placement = placement
-        self._clock = clock
         """None for an error status: its bytes are no first token, and its end has no mark."""
+        self._clock = clock
         self.ended = False
         self.broke_off = False
 
@@ -233,7 +233,7 @@ class Forwarder(Generic[P]):
                 refused = (attempt, response)
             if refused is not None:
                 keep_refused = True
-                story.worker = refused[0].placement.url.text
+                story.worker = _named(refused[0].placement)
                 return refused
             assert unreachable is not None
             raise unreachable.to_client()
@@ -252,7 +252,7 @@ class Forwarder(Generic[P]):
         """One worker's answer head. The attempt is finished when this raises."""
         placement = attempt.placement
         pair = placement.pair
-        story.worker = placement.url.text if pair is None else pair.prefill.url.text
+        story.worker = _named(placement)
         story.attempts += 1
         try:
             if pair is not None:
@@ -302,3 +302,8 @@ class Forwarder(Generic[P]):
         story.usage = tap.result()
         story.outcome = Outcome.STREAM_ERROR if relay.broke_off else outcome_of(story.status)
         attempt.finish(story.outcome, fault=FAULTS.get(story.status), status=story.status, usage=story.usage)
+
+
+def _named(placement: Placement) -> str:
+    """What a request's record calls its worker: of a pair, the one the policy chose."""
+    return placement.url.text if placement.pair is None else placement.pair.prefill.url.text

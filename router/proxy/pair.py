@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from router.errors import RouterError
@@ -181,7 +180,7 @@ class PairSender:
             response = await sending
         finally:
             if response is None:
-                await _withdraw(sending)
+                _withdraw(sending)
         return await self._opened(response, leg, pair)
 
     async def _in_turn(self, pair: Pair, leg: LegTask, asked: Asked) -> PairResponse | Refusal | UpstreamResponse:
@@ -241,11 +240,16 @@ def _outcome(leg: LegTask) -> Refusal:
     return how
 
 
-async def _withdraw(sending: asyncio.Future[UpstreamResponse]) -> None:
-    """Nobody waits for this answer any more: its connection is cut, so that the engine stops."""
+def _withdraw(sending: asyncio.Future[UpstreamResponse]) -> None:
+    """Nobody waits for this answer any more: its connection is cut, so that the engine stops. Not awaited: a client
+    that leaves meanwhile could not be told from the cancellation of `sending`."""
+    sending.add_done_callback(_thrown_away)
     sending.cancel()
-    with suppress(asyncio.CancelledError, UpstreamError):
-        (await sending).close()
+
+
+def _thrown_away(sending: asyncio.Future[UpstreamResponse]) -> None:
+    if not sending.cancelled() and sending.exception() is None:
+        sending.result().close()
 
 
 def _seen(task: asyncio.Future[None]) -> None:

@@ -119,5 +119,8 @@ class WaitQueue(Generic[P]):
                 if waiter.deadline_s <= now_s and not waiter.placed.done():
                     text = f"no worker had room within {self._options.wait_s:g} s"
                     waiter.placed.set_exception(RouterError("queue_timeout", text, retry_after_s=RETRY_AFTER_S))
+        for line in self._lines.values():  # those who left must not be kept, with their bodies, behind one who waits
+            line[:] = [waiter for waiter in line if not waiter.placed.done()]
+            heapq.heapify(line)
         self.released()
         self._tick = self._loop.call_later(_TICK_S, self._look) if self._lines else None

@@ -227,7 +227,7 @@ class RequestParser:
             return
         rest: bytes | memoryview = data
         try:
-            was_in_head = self.in_head
+            head, body = self._fields if self.in_head else None, self._open
             while True:
                 try:
                     self._parser.feed_data(rest)
@@ -235,8 +235,11 @@ class RequestParser:
                 except HttpParserUpgrade as upgrade:
                     rest = memoryview(rest)[upgrade.args[0] :]
                     self._go_on()
-            if self.in_head or self._open is not None:
-                self._bound(len(data), head=was_in_head and self.in_head)
+            if self.in_head:
+                if self._fields is head:
+                    self._bound_head(len(data))
+            elif self._open is not None and self._open.length is None:
+                self._bound_chunks(len(data) if self._open is body else 0)
         except HttpParserError as error:
             self._noise = True
             if not self.ended:
@@ -252,17 +255,19 @@ class RequestParser:
             framing = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % length
             self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % framing)
 
-    def _bound(self, count: int, *, head: bool) -> None:
-        """llhttp keeps an unfinished field (of a head or a trailer) and ignores chunk extensions, however long."""
-        if head:
-            self._head_bytes += count
-            if self._head_bytes > HEAD_LIMIT_BYTES:
-                self._refuse(f"the request's head is over {HEAD_LIMIT_BYTES} bytes")
-        elif self._open is not None and self._open.length is None:
-            self._spare_bytes = max(0, self._spare_bytes + count - 9 * self._body_bytes)
-            self._body_bytes = 0  # a chunk of one byte is framed by five more, which is fair
-            if self._spare_bytes > HEAD_LIMIT_BYTES:
-                self._refuse("the body's chunks are mostly something else")
+    def _bound_head(self, count: int) -> None:
+        """`count` bytes of nothing but one head: llhttp keeps an unfinished field, however long."""
+        self._head_bytes += count
+        if self._head_bytes > HEAD_LIMIT_BYTES:
+            self._refuse(f"the request's head is over {HEAD_LIMIT_BYTES} bytes")
+
+    def _bound_chunks(self, count: int) -> None:
+        """`count` bytes of nothing but one chunked body (0: its head, and others' bytes, came along). llhttp keeps an
+        unfinished field of its trailer and ignores chunk extensions, however long."""
+        self._spare_bytes = max(0, self._spare_bytes + count - 9 * self._body_bytes)
+        self._body_bytes = 0  # a chunk of one byte is framed by five more, which is fair
+        if self._spare_bytes > HEAD_LIMIT_BYTES:
+            self._refuse("the body's chunks are mostly something else")
 
     def _refuse(self, text: str) -> None:
         self.ended = True

@@ -27,6 +27,8 @@ _KEEP_ALIVE_S = 120.0
 """Longer than clients' and balancers' pools (openai 5 s, nginx 60 s), so that they, not we, end an idle connection."""
 _SWEEP_S = 1.0
 _CUT_S = 1.0
+_LOOK_S = 0.02
+"""How often a router that ends looks whether its clients have taken their answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,10 @@ class PublicListener(Generic[P]):
         self._leaving = True
 
     async def close(self, drain_s: float) -> None:
-        """Take no connection and no request any more, wait up to `drain_s` for those in flight, then cut them."""
+        """Take no connection and no request any more, wait up to `drain_s` for those in flight and for slow clients to
+        take the rest of their answers, then cut them."""
         self._leaving = self._draining = True
+        ends_s = self._loop.time() + drain_s
         if self._listening is not None:
             self._listening.close()
         for connection in list(self._connections):
@@ -153,16 +157,22 @@ class PublicListener(Generic[P]):
         if self._in_flight:
             self._quiet = self._loop.create_future()
             await asyncio.wait((self._quiet,), timeout=drain_s)
+        while self._loop.time() < ends_s and any(connection.unsent_bytes for connection in self._connections):
+            await self._gone(_LOOK_S)
         self._cutting = True
         tasks = [connection.task for connection in self._connections if connection.task is not None]
         for connection in list(self._connections):
             if connection.transport is not None:
                 connection.transport.abort()
-        if self._connections:
-            self._emptied = self._loop.create_future()
-            await asyncio.wait((self._emptied, *tasks), timeout=_CUT_S)
+        await self._gone(_CUT_S, *tasks)
         if self._sweeper is not None:
             self._sweeper.cancel()
+
+    async def _gone(self, timeout_s: float, *tasks: asyncio.Task[None]) -> None:
+        """Until every connection has ended, and `tasks` have."""
+        if self._connections:
+            self._emptied = self._loop.create_future()
+            await asyncio.wait((self._emptied, *tasks), timeout=timeout_s)
 
     def _accept(self) -> ClientConnection:
         parser = RequestParser(self._options.max_body_bytes, self.bodies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -144,6 +145,14 @@ def test_rooms_are_in_the_engines_range_distinct_and_of_the_prefill_rank(meeting
     assert all(1 <= room <= MAX_ROOM for room in rooms)
     if meeting.prefill_rank is not None:
         assert {room % meeting.prefill_ranks for room in rooms} == {meeting.prefill_rank}
+
+
+def test_rooms_of_a_large_batch_are_drawn_in_a_moment() -> None:
+    """A body of 200 KB can hold so many prompts, and the loop waits for them."""
+    began = time.process_time()
+    rooms = fresh_rooms(Meeting("h", 1, prompts=50_000), random.Random(1))
+    assert len(set(rooms)) == 50_000
+    assert time.process_time() - began < 5.0, "each was compared with all the others"
 
 
 def test_a_second_pair_for_the_same_request_meets_in_another_room() -> None:

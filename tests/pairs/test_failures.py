@@ -177,6 +177,9 @@ async def test_overload_of_one_half_is_retried_once_and_else_passed_on(split: Ma
         status, answer, fields = await made.post("/v1/completions", completion())
         assert (status, answer["message"], fields["retry-after"]) == (503, "busy", "7")
         await eventually(lambda: not made.inflight(), "nothing in flight")
+        (placed,) = made.running.service.core._requests.recent()
+        assert placed.record is not None
+        assert placed.record.worker == prefill.url
     finally:
         await again.cleanup()
 
@@ -193,4 +196,24 @@ async def test_limits_of_requests_in_flight_hold_for_both_halves(engine: Engine,
         await asyncio.sleep(0.005)
     assert [status for status, _, _ in await answers] == [200] * 8
     assert most == 2
+    await gone(made)
+
+
+async def test_a_request_that_waits_for_a_plain_engine_holds_up_none_that_a_pair_can_serve(
+    engine: Engine, split: MakeSplit
+) -> None:
+    """Two copies (n) cannot be handed over, and the only plain engine is at its limit."""
+    plain = await engine(timing=SLOW_PREFILL)
+    made = await split(
+        workers=[{"url": plain.url}],
+        disaggregation={"plain_below_tokens": 0, "handover_s": 0},
+        admission={"max_inflight_per_worker": 1, "max_waiting": 9},
+    )
+    listener = made.running.service.listener
+    copies = [asyncio.create_task(made.post("/v1/completions", completion(seed, count=600, n=2))) for seed in (1, 2)]
+    await eventually(lambda: listener.waiting == 1, "one is served, the other waits")
+    status, _, fields = await made.post("/v1/completions", completion(3, count=600))
+    assert (status, fields["x-kv-router-worker"]) == (200, made.prefill[0].url)
+    assert listener.waiting == 1, "it did not wait for its turn behind the other"
+    assert [status for status, _, _ in await asyncio.gather(*copies)] == [200, 200]
     await gone(made)

@@ -6,13 +6,14 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 
 from router.errors import RouterError
 from router.pairs.dialects import DIALECTS, Dialect, Meeting
-from router.proxy.connection import UpstreamConnectError, UpstreamError
+from router.proxy.connection import UpstreamConnectError, UpstreamError, UpstreamReset
 from router.proxy.forward import Incoming
 from router.proxy.pair import PairResponse, PairSender
 from router.proxy.plan import Fault, Origin, Outcome, Usage
@@ -341,6 +342,38 @@ async def test_a_send_cancelled_before_its_first_step_leaves_nothing(stage: Stag
     await asyncio.gather(sending, return_exceptions=True)
     await stage.settled()
     assert [outcome for outcome, *_ in pair.prefill.ends] == [Outcome.CLIENT_CLOSED]
+
+
+async def test_a_client_that_leaves_while_the_decode_leg_is_withdrawn_is_heard() -> None:
+    """Its cancellation is not mistaken for the one of the decode leg: nobody would end its connection's task."""
+    clients: list[asyncio.Task[object]] = []
+
+    class Upstream(UpstreamClient):
+        async def send(
+            self, origin: Origin, method: bytes, target: bytes, headers: object, body: bytes
+        ) -> UpstreamResponse:
+            if origin.port == 1:
+                raise UpstreamReset("the prefill engine went away")
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                clients[0].cancel()
+            raise AssertionError
+
+    upstream = Upstream()
+    dialect = DIALECTS["sglang"](Meeting("10.0.0.7", 8998), random.Random(4))
+    asked = Incoming("/v1/completions", b"/v1/completions", {}, [], BODY, "id-1")
+
+    async def client() -> object:
+        with suppress(UpstreamReset):
+            await PairSender(upstream, released=lambda: None).send(FakePair(Url(HOST, 1), Url(HOST, 2), dialect), asked)
+        await asyncio.sleep(0)
+        return "went on without its client"
+
+    clients.append(asyncio.create_task(client()))
+    (ended,) = await asyncio.gather(*clients, return_exceptions=True)
+    assert isinstance(ended, asyncio.CancelledError)
+    await upstream.close()
 
 
 async def test_an_endless_prefill_answer_is_read_and_not_kept(stage: Stage) -> None:

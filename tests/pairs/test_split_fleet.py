@@ -134,6 +134,9 @@ async def test_copies_are_refused_where_there_is_no_plain_engine(split: MakeSpli
         ("/generate", {"input_ids": [[1], [2]]}, 2),
         ("/generate", {"input_ids": [1, 2]}, 1),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 1),
+        ("/v1/chat/completions", {"messages": [], "prompt": ["not", "read"]}, 1),
+        ("/v1/completions", {"prompt": "one", "text": ["not", "read"]}, 1),
+        ("/generate", {"text": "one", "prompt": ["not", "read"]}, 1),
     ],
 )
 def test_each_prompt_of_a_batch_is_counted(path: str, fields: dict[str, Any], prompts: int) -> None:

@@ -334,7 +334,7 @@ async def test_a_slow_reader_holds_the_worker_back() -> None:
             lambda: connection.full and worker[0].get_write_buffer_size() > 0, "the sockets of both sides are full"
         )
         assert sent < total
-        assert connection._unsent_bytes() < 1 << 20
+        assert connection.unsent_bytes < 1 << 20
         answer = await client.answer()
         assert (len(answer.body), answer.complete) == (total << 20, True)
         client.leave()

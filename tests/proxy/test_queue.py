@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from typing import Any, cast
 
 from router.errors import RouterError
-from router.proxy.plan import NoRoom, Outcome
-from router.proxy.queue import QueueOptions
+from router.proxy.plan import NoRoom, Outcome, Placement
+from router.proxy.queue import QueueOptions, WaitQueue
 from router.proxy.server import ListenerOptions
 from tests.proxy.fakes import Bench, bench
 from tests.support.http import RawClient, Reply, Seen, fetch, post, until
@@ -246,3 +248,31 @@ async def test_a_fault_while_placing_reaches_the_one_who_waits() -> None:
         assert (await second.answer()).status == 400
         gate.open.release()
         assert (await first.answer()).status == 200
+
+
+async def test_a_plan_whose_client_left_is_not_kept_behind_one_that_waits() -> None:
+    class Full:
+        def place(self, plan: object, tried: frozenset[str]) -> Placement:
+            raise NoRoom()
+
+        def pool(self, plan: object) -> str:
+            return "one line"
+
+    class Plan:
+        pass
+
+    queue = WaitQueue[Any](cast(Any, Full()), QueueOptions(max_waiting=10, wait_s=60.0))
+    first, later = Plan(), Plan()
+    gone = weakref.ref(later)
+    stays = asyncio.ensure_future(queue.wait(first, frozenset(), 1))
+    leaves = asyncio.ensure_future(queue.wait(later, frozenset(), 0))
+    await until(lambda: queue.waiting == 2, "both wait")
+    del later
+    leaves.cancel()
+    await asyncio.wait((leaves,))
+    del leaves  # it knows the frame in which it was cancelled
+    await until(lambda: gone() is None, "its plan is dropped")
+    assert queue.waiting == 1
+    assert not stays.done()
+    stays.cancel()
+    await asyncio.wait((stays,))

@@ -204,6 +204,20 @@ def test_a_long_head_behind_a_long_body_in_one_read_is_taken() -> None:
     assert [request.complete for request in parser.arrived] == [True, True]
 
 
+def test_a_short_head_behind_a_long_body_is_not_taken_for_the_end_of_a_long_one() -> None:
+    """The read that ends one head may hold a body and begin the next head."""
+    first = POST + b"Content-Length: 200000\r\n\r\n" + bytes(200_000)
+    parser = parsed([first[:20], first[20:] + POST[:10], POST[10:] + b"Content-Length: 0\r\n\r\n"])
+    assert [request.complete for request in parser.arrived] == [True, True]
+
+
+def test_a_chunked_request_behind_a_long_body_is_no_noise() -> None:
+    first = POST + b"Content-Length: 200000\r\n\r\n" + bytes(200_000)
+    second = POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n"
+    parser = parsed([first + second, b"hello\r\n0\r\n\r\n"])
+    assert [(request.complete, request.failure) for request in parser.arrived] == [(True, None)] * 2
+
+
 def test_a_body_is_counted_as_it_comes_and_given_back() -> None:
     """Case 78."""
     budget = BodyBudget(10)
