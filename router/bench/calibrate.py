@@ -27,6 +27,9 @@ from router.errors import ConfigError
 FIRST_ID, LAST_ID = 10, 500
 """Ids every vocabulary has: one outside of it kills a CPU SGLang server (engine contract, section 5)."""
 REPEATS = 3
+"""Of prefills the shortest counts: whatever else runs on the machine only adds to it."""
+LONGEST_TOKENS = 16_384
+"""Prompts are no longer, even where the engine would take more."""
 DECODE_TOKENS = 24
 CHECK_REQUESTS = 40
 CHECK_LOAD = 0.5
@@ -41,12 +44,30 @@ class Answer:
     tpot_s: float
 
 
+Row = tuple[float, float, float, float, float, float, float]
+"""Steps, uncached tokens, those times their mean context, half the square of the context cached before each step, KV
+tokens that were there before each, decode steps, sequences in them."""
+
+
+def prefill_row(cached: int, uncached: int, chunk_tokens: int) -> Row:
+    """Of a lone prompt, prefilled chunk by chunk: what one chunk computed is cached context for the next."""
+    steps = attended = again = before = 0.0
+    at = cached
+    while at < cached + uncached:
+        tokens = min(chunk_tokens, cached + uncached - at)
+        steps += 1
+        attended += tokens * (at + tokens / 2)
+        again += at * at / 2
+        before += at
+        at += tokens
+    return steps, float(uncached), attended, again, before, 0.0, 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measurement: its time, and what of each of the model's constants is in it: a step, uncached tokens, those
-    times their mean context, KV tokens that were there before, a decode step, sequences in it."""
+    """One measurement: its time, and how much of each of the model's constants is in it."""
 
-    row: tuple[float, float, float, float, float, float]
+    row: Row
     seconds: float
 
 
@@ -144,12 +165,13 @@ def fitted(measured: Sequence[Measured], *, chunk_tokens: int, max_running: int)
     errors count alike. Raises ConfigError when prefill time does not grow with the prompt."""
     rows = [[cell / m.seconds for cell in m.row] for m in measured]
     try:
-        overhead_s, token_s, context_s, kv_s, decode_s, sequence_s = fit(rows, [1.0] * len(rows))
+        overhead_s, token_s, context_s, again_s, kv_s, decode_s, sequence_s = fit(rows, [1.0] * len(rows))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not token_s and not context_s:
         raise ConfigError("prefill time does not grow with the prompt: nothing to calibrate")
     token_s = max(token_s, context_s)  # a purely quadratic prefill still has a first token
+    context_s = max(context_s, again_s)  # cached tokens are not attended to twice
     return TimingProfile(
         prefill_tokens_per_s=1 / token_s,
         attention_context_tokens=token_s / context_s if context_s else 1e12,
@@ -159,6 +181,7 @@ def fitted(measured: Sequence[Measured], *, chunk_tokens: int, max_running: int)
         per_kv_token_s=kv_s,
         chunk_tokens=chunk_tokens,
         max_running=max_running,
+        cached_attention=again_s / context_s if context_s else 0.0,
     )
 
 
@@ -169,6 +192,7 @@ def fit_error(measured: Sequence[Measured], timing: TimingProfile) -> float:
         timing.step_overhead_s,
         token_s,
         token_s / timing.attention_context_tokens,
+        timing.cached_attention * token_s / timing.attention_context_tokens,
         timing.per_kv_token_s,
         timing.decode_step_s,
         timing.per_sequence_s,
@@ -178,21 +202,16 @@ def fit_error(measured: Sequence[Measured], timing: TimingProfile) -> float:
 
 
 async def _prefill(engine: Engine, rng: random.Random, told: Callable[[str], None]) -> list[Measured]:
-    longest = min(engine.context_tokens - 64, 16_384)
+    longest = min(engine.context_tokens - 64, LONGEST_TOKENS)
     measured = []
-    for cached in (0, longest // 2):
-        for share in (0.02, 0.1, 0.25, 0.5):
+    for cached in (0, longest // 4, longest // 2):
+        head = _ids(rng, cached)
+        if cached:
+            await engine.ask(head, 1)
+        for share in (0.01, 0.1, 0.25, 0.5):
             uncached = max(16, round(share * longest) // 16 * 16)
-            if cached + uncached > longest:
-                continue
-            seen = []
-            for _ in range(REPEATS):
-                head = _ids(rng, cached)
-                if cached:
-                    await engine.ask(head, 1)
-                seen.append((await engine.ask([*head, *_ids(rng, uncached)], 1)).ttft_s)
-            row = (1.0, float(uncached), uncached * (cached + uncached / 2), float(cached), 0.0, 0.0)
-            measured.append(Measured(row, median(seen)))
+            seen = [(await engine.ask([*head, *_ids(rng, uncached)], 1)).ttft_s for _ in range(REPEATS)]
+            measured.append(Measured(prefill_row(cached, uncached, engine.chunk_tokens), min(seen)))
             told(f"prefill {uncached:6} uncached after {cached:6} cached: {measured[-1].seconds * 1000:8.1f} ms")
     return measured
 
@@ -203,10 +222,13 @@ async def _decode(engine: Engine, rng: random.Random, told: Callable[[str], None
     for batch, prompt in ((1, 32), (4, 32), (8, 32), (1, long), (4, long)):
         if batch > engine.max_running:
             continue
-        answers = await asyncio.gather(*(engine.ask(_ids(rng, prompt), DECODE_TOKENS) for _ in range(batch)))
-        # The last to begin decodes while all others do, and no prefill comes between its tokens.
-        step_s = max(answers, key=lambda answer: answer.ttft_s).tpot_s
-        row = (1.0, 0.0, 0.0, batch * (prompt + DECODE_TOKENS / 2), 1.0, float(batch))
+        seen = []
+        for _ in range(REPEATS):
+            answers = await asyncio.gather(*(engine.ask(_ids(rng, prompt), DECODE_TOKENS) for _ in range(batch)))
+            # The last to begin decodes while all others do, and no prefill comes between its tokens.
+            seen.append(max(answers, key=lambda answer: answer.ttft_s).tpot_s)
+        step_s = median(seen)  # tokens that were read together make a step look shorter than any
+        row = (1.0, 0.0, 0.0, 0.0, batch * (prompt + DECODE_TOKENS / 2), 1.0, float(batch))
         measured.append(Measured(row, step_s))
         told(f"decode of {batch} at {prompt:5} tokens each: {step_s * 1000:8.2f} ms a step")
     return measured

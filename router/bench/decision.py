@@ -10,11 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from router.bench.sim.world import SimTarget
+from router.bench.sim.router import SimTarget
 from router.contract.events import Tier
 from router.hashing import Scheme
 from router.index.prefix import PrefixIndex
 from router.matching import PromptKeys, prompt_credits
+from router.policy.consistent import anchor
 from router.policy.cost import CostWeights
 from router.policy.decide import Asked, Policy
 from router.policy.load import Report
@@ -36,7 +37,7 @@ def measure(ranks: int, holders: int, rounds: int = ROUNDS) -> dict[str, Any]:
     rng, index, scheme = random.Random(1), PrefixIndex(), Scheme("sglang-sha256", WIDTH)
     predicted = PredictedBlocks(ttl_s=10.0)
     prompt = [_key(rng) for _ in range(BLOCKS)]
-    targets = [SimTarget(0, index.open_slot()) for _ in range(ranks)]
+    targets = [SimTarget(0, index.open_slot(), anchor("", number)) for number in range(ranks)]
     for target in targets:
         index.store(target.credit_slot, Tier.GPU, [_key(rng) for _ in range(100)])
         predicted.add(target.credit_slot, [_key(rng) for _ in range(50)], 0.0)
@@ -54,7 +55,7 @@ def measure(ranks: int, holders: int, rounds: int = ROUNDS) -> dict[str, Any]:
         started = time.process_time_ns()
         credits = prompt_credits(index, predicted, keys, (scheme,))
         matched = time.process_time_ns()
-        policy.decide(Asked(BLOCKS * WIDTH + 1), targets, credits, 0.001 * number)
+        policy.decide(Asked(BLOCKS * WIDTH + 1, chain=prompt, width=WIDTH), targets, credits, 0.001 * number)
         ended = time.process_time_ns()
         match_us.append((matched - started) / 1000)
         policy_us.append((ended - matched) / 1000)

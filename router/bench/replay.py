@@ -16,8 +16,9 @@ from rich.table import Table
 
 from router.bench.sim.peers import PEERS
 from router.bench.sim.result import combine, measure
+from router.bench.sim.router import Setup
 from router.bench.sim.trace import Trace, ideal_hit_rate, siblings, spread
-from router.bench.sim.world import Setup, World
+from router.bench.sim.world import World
 from router.engine.timing import TimingProfile
 from router.errors import ConfigError
 from router.policy.decide import POLICY_NAMES
@@ -78,6 +79,8 @@ def run(
         "capacity_tokens": setup.capacity_tokens,
         "time_factor": setup.time_factor,
         "replicas": setup.replicas,
+        "sibling_delay_s": setup.sibling_delay_s,
+        "host_capacity_tokens": setup.host_capacity_tokens,
         "seeds": list(seeds),
         "second_half": second_half,
         "ideal_hit_rate": ideal_hit_rate(trace, second_half=second_half),

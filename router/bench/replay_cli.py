@@ -17,8 +17,8 @@ from router.bench.replay import (
     sweep,
 )
 from router.bench.replay_plot import plot
+from router.bench.sim.router import Setup
 from router.bench.sim.trace import load_trace
-from router.bench.sim.world import Setup
 from router.engine.timing import TimingProfile
 from router.errors import ConfigError
 
@@ -55,7 +55,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
     for name in ("engines", "capacity_tokens", "replicas", "siblings", "sessions"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
-    for name in ("time_factor", "report_every"):
+    for name in ("time_factor", "report_every", "host_read"):
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')}: must be above 0")
@@ -66,6 +66,10 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         raise ConfigError("--event-delay: LOW and HIGH are seconds, 0 ≤ LOW ≤ HIGH")
     if arguments.report_delay is not None and arguments.report_every is None:
         raise ConfigError("--report-delay has no effect without --report-every")
+    if arguments.sibling_delay is not None and (arguments.replicas < 2 or not arguments.sibling_delay >= 0):
+        raise ConfigError("--sibling-delay is in milliseconds, at least 0, and needs --replicas 2 or more")
+    if arguments.host_tokens < 0:
+        raise ConfigError("--host-tokens: must be at least 0")
     if (arguments.report_delay or 0.0) < 0 or arguments.prediction_ttl < 0:
         raise ConfigError("--report-delay and --prediction-ttl are seconds, at least 0")
     return Setup(
@@ -77,6 +81,9 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         event_delay_s=(low, high),
         report_every_s=arguments.report_every,
         report_delay_s=arguments.report_delay or 0.0,
+        sibling_delay_s=None if arguments.sibling_delay is None else arguments.sibling_delay / 1000,
+        host_capacity_tokens=arguments.host_tokens,
+        host_read_tokens_per_s=arguments.host_read,
         prediction_ttl_s=arguments.prediction_ttl,
         timing=read_profile(arguments.profile).timing if arguments.profile is not None else TimingProfile(),
         speeds=tuple(arguments.speeds),

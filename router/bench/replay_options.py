@@ -22,6 +22,14 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     add("--event-delay", type=float, nargs=2, default=(0.005, 0.05), metavar=("LOW", "HIGH"), help="seconds")
     add("--report-every", type=float, metavar="S", help="engines report their load; without it they do not")
     add("--report-delay", type=float, metavar="S", help="how old a report is when it comes")
+    add(
+        "--sibling-delay",
+        type=float,
+        metavar="MS",
+        help="replicas hear of each other's load and placements so late; default: never",
+    )
+    add("--host-tokens", type=int, default=0, metavar="N", help="host memory tier of each rank; 0: none")
+    add("--host-read", type=float, default=150_000, metavar="N", help="tokens a second read back from the host tier")
     add("--prediction-ttl", type=float, default=10.0, metavar="S", help="0: no predicted blocks")
     add("--speeds", type=float, nargs="+", default=(1.0,), metavar="X", help="relative speeds, given to ranks in turn")
     add("--profile", type=Path, metavar="FILE", help="timing of an engine, from bench calibrate")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Generic, Protocol, TypeVar
 
+from router.policy.consistent import meeting_key, meeting_place
 from router.policy.cost import CostTerms, CostWeights, attention_factor, work_tokens
 from router.policy.load import RankLoad
 
@@ -29,12 +30,14 @@ REASONS: dict[str, str] = {
     "prefix": "the lowest cost, and no rank holds more of the prefix",
     "balance": "another rank holds more of the prefix, but its queue costs more than the prefill saved",
     "load": "no rank holds any of the prefix: the least loaded",
+    "consistent": "idle ranks that cost the same and hold the same: the one any router would choose for this prefix",
     "no_tokens": "the prompt's token ids are unknown: the least loaded",
     "client_rank": "the client named the data-parallel rank: only that rank of each worker was considered",
+    "plain_pool": "a plain engine: the prompt is short, or moving it from a prefill engine costs more than that saves",
     "overlap": "policy overlap: the longest resident prefix, ties by load",
     "round_robin": "policy round_robin: the next in turn",
     "random": "policy random",
-    "least_inflight": "policy least_inflight: the fewest own requests in flight",
+    "least_inflight": "policy least_inflight: the fewest requests in flight",
     "power_of_two": "policy power_of_two: the less loaded of two drawn at random",
 }
 """Decision reasons: label of decisions_total, `reason` of /route. The README's table is tested against this."""
@@ -46,6 +49,8 @@ class Target(Protocol):
     account: RankLoad
     number: int
     """The rank's number in its worker."""
+    anchor: int
+    """What stands for it in every router (router.policy.consistent.anchor)."""
 
     @property
     def credit_slot(self) -> int:
@@ -57,11 +62,14 @@ T = TypeVar("T", bound=Target)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the request needs. prompt_tokens is an estimate when `ids_known` is false."""
+    """What the request needs. prompt_tokens is an estimate when `ids_known` is false. `chain`: its block keys, `width`
+    tokens each; empty when they are not known."""
 
     prompt_tokens: int
     ids_known: bool = True
     client_rank: int | None = None
+    chain: Sequence[int] = ()
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +226,26 @@ class Policy:
             return position, "only"
         if not asked.ids_known:
             return position, "no_tokens"
+        if asked.chain and (meeting := self._meeting(decision, asked, position)) is not None:
+            return meeting, "consistent"
         if not decision._most_believed:
             return position, "load"
         return position, "prefix" if decision.credits[position][4] == decision._most_believed else "balance"
+
+    def _meeting(self, decision: Decision[T], asked: Asked, best: int) -> int | None:
+        """Among idle ranks as good as `best`, the one on which all routers agree; None when there is no other. Busy
+        ranks are told apart by their load even where that costs a copy of the prefix."""
+        held, queues, credits = decision._most_believed, decision._queue, decision.credits
+        if queues[best] or credits[best][4] != held:
+            return None
+        limit = decision.cost_s[best] * (1 + self.weights.consistent_tolerance)
+        near = [
+            i for i, cost_s in enumerate(decision.cost_s) if cost_s <= limit and not queues[i] and credits[i][4] == held
+        ]
+        if len(near) < 2:
+            return None
+        key = meeting_key(asked.chain, asked.width, held)
+        return near[meeting_place(key, [decision.targets[i].anchor for i in near])]
 
     def _overlap(self, decision: Decision[T], asked: Asked) -> tuple[int, str]:
         keys = [(-credit[3], queue) for credit, queue in zip(decision.credits, decision._queue, strict=True)]
@@ -237,13 +262,18 @@ class Policy:
         return self._rng.randrange(len(decision.targets)), "random"
 
     def _least_inflight(self, decision: Decision[T], asked: Asked) -> tuple[int, str]:
-        return self._lowest([target.account.requests for target in decision.targets]), "least_inflight"
+        return self._lowest([_requests(target) for target in decision.targets]), "least_inflight"
 
     def _power_of_two(self, decision: Decision[T], asked: Asked) -> tuple[int, str]:
         count = len(decision.targets)
         pair = self._rng.sample(range(count), min(2, count))
-        lowest = self._lowest([decision.targets[position].account.requests for position in pair])
+        lowest = self._lowest([_requests(decision.targets[position]) for position in pair])
         return pair[lowest], "power_of_two"
+
+
+def _requests(target: Target) -> int:
+    """In flight there, those of sibling routers too."""
+    return target.account.requests + target.account.sibling_requests
 
 
 def _stretched_work(prompt_tokens: int, credit: Credit, weights: CostWeights) -> float:

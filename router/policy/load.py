@@ -1,4 +1,5 @@
-"""What this router knows of one rank's work: its own requests in flight, and what the engine reports of itself.
+"""What this router knows of one rank's work: its own requests in flight, its siblings' (other processes and replicas of
+this router), and what the engine reports of itself.
 
 Pure: every method that needs the time is given it (`now_s`, any monotonic clock). A request is counted from the moment
 it is placed until its last byte, exactly once, on the object that was incremented (public cases 54 and 55). Fields that
@@ -8,7 +9,9 @@ it is placed until its last byte, exactly once, on the object that was increment
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 REPORT_FRESH_S = 3.0
 """A load report older than this is not believed: SGLang sends one a second even when idle (contract, section 4)."""
@@ -23,6 +26,24 @@ RATE_MAX_STEP = 2.0
 """One measurement moves the speed upwards by at most this factor: a single absurd report must not empty a queue."""
 MEAN_SMOOTHING = 0.05
 NEVER_S = -math.inf
+
+
+class Outstanding(NamedTuple):
+    """What one router has under way on one rank."""
+
+    requests: int
+    tokens: int
+    """Prompt tokens of those requests."""
+    queued_uncached_tokens: int
+    """Uncached tokens of those without a first byte."""
+    decoding: int
+    oldest_placed_s: float
+    """When the oldest without a first byte was placed; infinite when there is none."""
+    placed_uncached_tokens: int
+    """Ever placed there: only grows, so that what a sibling sent since a load report is a difference."""
+
+
+NOTHING = Outstanding(0, 0, 0, 0, math.inf, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +63,13 @@ class Ticket:
             self.waiting = False
             self.load._leave_queue(self)
             self.load.decoding += 1
+            self.load._changed()
+
+    def let_go(self) -> None:
+        """Its first byte will not be seen (router.policy.unseen): how long it waits says nothing from now on."""
+        load = self.load
+        load._waiting.pop(id(self), None)
+        load.oldest_placed_s = min(load._own_oldest_s(), load._siblings_oldest_s)
 
     def finish(self) -> None:
         """The last byte went out, or the request failed. Safe to call more than once."""
@@ -54,6 +82,7 @@ class Ticket:
         self.done = True
         self.load.requests -= 1
         self.load.tokens -= self.prompt_tokens
+        self.load._changed()
 
 
 @dataclass(slots=True)
@@ -70,20 +99,30 @@ class Report:
 
 @dataclass(slots=True, eq=False)
 class RankLoad:
-    """Own in-flight work of one rank, its engine's last report, and its measured prefill speed."""
+    """In-flight work of one rank, its engine's last report, and its measured prefill speed.
+
+    `requests` and `tokens` are this router's own. What the cost reads (`decoding`, `queued_uncached_tokens`,
+    `oldest_placed_s`, `share_sum_tokens`, `reported_queue_tokens`) has the siblings' share in it already, so that a
+    decision costs the same with and without them.
+    """
 
     requests: int = 0
     tokens: int = 0
     """Prompt tokens of every own request from placement to its last byte."""
+    sibling_requests: int = 0
     decoding: int = 0
-    """Own requests past their first byte."""
+    """Requests past their first byte."""
     queued_uncached_tokens: int = 0
-    """Uncached prompt tokens of own requests before their first byte, charged in full until then."""
+    """Uncached prompt tokens of requests before their first byte, charged in full until then."""
     oldest_placed_s: float = math.inf
-    """When the oldest own request without a first byte was placed; infinite when there is none."""
+    """When the oldest request without a first byte was placed; infinite when there is none."""
+    placed_uncached_tokens: int = 0
+    """Uncached tokens of every own request ever placed here."""
+    on_change: Callable[[], None] | None = None
+    """Called when the own share of any of this changed."""
     report: Report | None = None
     reported_queue_tokens: int = 0
-    """What the last report said is queued, plus what was placed here since."""
+    """What the last report said is queued, plus what was placed here since, by siblings too."""
     reported_until_s: float = NEVER_S
     """Until then the report is believed."""
     prefill_tokens_per_s: float | None = None
@@ -94,6 +133,9 @@ class RankLoad:
     """Smoothed uncached tokens of a request placed here; 0 before the first."""
     _measured_from: tuple[int, int] | None = None
     _waiting: dict[int, Ticket] = field(default_factory=dict)
+    _siblings: dict[bytes, Outstanding] = field(default_factory=dict)
+    _siblings_oldest_s: float = math.inf
+    _decoding_unseen: int = 0
 
     def place(self, prompt_tokens: int, uncached_tokens: int, now_s: float, share_tau_s: float) -> Ticket:
         """Counts a request that was just sent here."""
@@ -101,26 +143,77 @@ class RankLoad:
         self.requests += 1
         self.tokens += prompt_tokens
         self.queued_uncached_tokens += uncached_tokens
+        self.placed_uncached_tokens += uncached_tokens
+        self._sent_here(uncached_tokens, now_s, share_tau_s)
+        smoothing = MEAN_SMOOTHING if self.mean_uncached_tokens else 1.0
+        self.mean_uncached_tokens += smoothing * (uncached_tokens - self.mean_uncached_tokens)
+        self._waiting[id(ticket)] = ticket
+        if now_s < self.oldest_placed_s:
+            self.oldest_placed_s = now_s
+        self._changed()
+        return ticket
+
+    def _sent_here(self, uncached_tokens: int, now_s: float, share_tau_s: float) -> None:
         self.reported_queue_tokens += uncached_tokens
         self.share_sum_tokens = self.share_tokens(now_s, share_tau_s) + uncached_tokens
         self.share_at_s = now_s
-        smoothing = MEAN_SMOOTHING if self.mean_uncached_tokens else 1.0
-        self.mean_uncached_tokens += smoothing * (uncached_tokens - self.mean_uncached_tokens)
-        if not self._waiting:
-            self.oldest_placed_s = now_s
-        self._waiting[id(ticket)] = ticket
-        return ticket
 
     def _leave_queue(self, ticket: Ticket) -> None:
         self._waiting.pop(id(ticket), None)
         self.queued_uncached_tokens -= ticket.uncached_tokens
+        self.oldest_placed_s = min(self._own_oldest_s(), self._siblings_oldest_s)
+
+    def _own_oldest_s(self) -> float:
         for oldest in self._waiting.values():  # insertion order is age order
-            self.oldest_placed_s = oldest.placed_s
-            return
-        self.oldest_placed_s = math.inf
+            return oldest.placed_s
+        return math.inf
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
+
+    def outstanding(self) -> Outstanding:
+        """The own share, as siblings are told of it."""
+        theirs = self._siblings.values()
+        return Outstanding(
+            self.requests,
+            self.tokens,
+            self.queued_uncached_tokens - sum(one.queued_uncached_tokens for one in theirs),
+            self.decoding - self._decoding_unseen - sum(one.decoding for one in theirs),
+            self._own_oldest_s(),
+            self.placed_uncached_tokens,
+        )
+
+    def hear(self, sibling: bytes, theirs: Outstanding | None, now_s: float, share_tau_s: float) -> None:
+        """What a sibling has under way here now, in place of what it said before; None: it is not heard any more.
+
+        Times of `theirs` are of the caller's clock. What it placed since it last said so counts as sent since the
+        engine's report: the report may be older or newer, and counting it twice for some milliseconds is harmless.
+        """
+        before = self._siblings.pop(sibling, None)
+        if theirs is not None:
+            self._siblings[sibling] = theirs
+            if before is not None and theirs.placed_uncached_tokens > before.placed_uncached_tokens:
+                self._sent_here(theirs.placed_uncached_tokens - before.placed_uncached_tokens, now_s, share_tau_s)
+        was, now = before or NOTHING, theirs or NOTHING
+        self.sibling_requests += now.requests - was.requests
+        self.decoding += now.decoding - was.decoding
+        self.queued_uncached_tokens += now.queued_uncached_tokens - was.queued_uncached_tokens
+        self._siblings_oldest_s = min((one.oldest_placed_s for one in self._siblings.values()), default=math.inf)
+        self.oldest_placed_s = min(self._own_oldest_s(), self._siblings_oldest_s)
+
+    def decode_elsewhere(self, running: int) -> None:
+        """The engine runs so many requests: those that nobody here counts are decodes of which only it tells."""
+        unseen = max(0, running - (self.decoding - self._decoding_unseen))
+        self.decoding += unseen - self._decoding_unseen
+        self._decoding_unseen = unseen
+
+    def heard_of(self, sibling: bytes) -> Outstanding:
+        """What that sibling last said."""
+        return self._siblings.get(sibling, NOTHING)
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """Age of the oldest own request without a first byte; 0 when there is none."""
+        """Age of the oldest request without a first byte; 0 when there is none."""
         return max(0.0, now_s - self.oldest_placed_s)
 
     def share_tokens(self, now_s: float, tau_s: float) -> float:

@@ -18,8 +18,9 @@ from rich.console import Console
 from router.bench.replay import ALL_POLICIES, print_table, run, sweep
 from router.bench.replay_plot import plot
 from router.bench.sim.result import measure
+from router.bench.sim.router import Setup
 from router.bench.sim.trace import Trace, TraceRequest, ideal_hit_rate, load_trace, siblings, spread
-from router.bench.sim.world import Setup, World
+from router.bench.sim.world import World
 from router.cli import main
 from router.engine.timing import TimingProfile
 from router.errors import ConfigError
@@ -103,6 +104,16 @@ def test_siblings_of_a_burst_meet_on_one_rank_only_with_prediction() -> None:
     assert on["ttft_s"]["mean"] < off["ttft_s"]["mean"]
 
 
+def test_siblings_of_a_burst_meet_on_one_rank_though_they_come_to_several_routers() -> None:
+    """case 53: each router tells the others what it placed, within the 10 ms between two of a burst"""
+    requests = tuple(TraceRequest(i * 0.35, 30 * WIDTH, 5, tuple(range(100 * i, 100 * i + 30))) for i in range(20))
+    burst = siblings(Trace("burst", WIDTH, requests), 4, 0.01)
+    alone, blind, told = results(burst, setup(), setup(replicas=4), setup(replicas=4, sibling_delay_s=0.005))
+    assert blind["hit_rate"] < alone["hit_rate"] - 0.2
+    assert told["hit_rate"] == pytest.approx(alone["hit_rate"], abs=0.02)
+    assert told["ttft_s"]["mean"] < 1.1 * alone["ttft_s"]["mean"] < 0.6 * blind["ttft_s"]["mean"]
+
+
 def test_a_hot_prefix_is_replicated_instead_of_melting_one_rank() -> None:
     """case 49: 200 concurrent requests share 4k tokens on 8 ranks"""
     hot = tuple(range(8))
@@ -124,7 +135,7 @@ def test_a_rank_of_half_speed_gets_less_work_once_speeds_are_reported() -> None:
     assert shares[1] < 0.3 < shares[0] + 0.1
 
 
-def test_replicas_see_each_others_load_through_the_engines_reports() -> None:
+def test_replicas_see_each_others_load_through_the_engines_reports_or_what_they_tell_each_other() -> None:
     """case 57: prompts of very different lengths, none seen before"""
     rng, at_s = random.Random(5), 0.0
     requests = []
@@ -138,6 +149,18 @@ def test_replicas_see_each_others_load_through_the_engines_reports() -> None:
     alone, blind, told = results(trace, setup(), setup(replicas=4), setup(replicas=4, **reports))
     assert told["ttft_s"]["mean"] < 1.2 * alone["ttft_s"]["mean"]
     assert told["ttft_s"]["mean"] < 0.9 * blind["ttft_s"]["mean"]
+    (met,) = results(trace, setup(replicas=4, sibling_delay_s=0.01))
+    assert met["ttft_s"]["mean"] < 1.1 * alone["ttft_s"]["mean"], "what siblings tell each other needs no report"
+
+
+def test_a_host_tier_serves_what_the_gpu_has_no_room_for() -> None:
+    trace = chats(60, 6, gap_s=0.2)
+    small = setup(capacity_tokens=20_000)
+    without, beside = results(trace, small, replace(small, host_capacity_tokens=400_000))
+    assert without["host_hit_rate"] == 0
+    assert beside["host_hit_rate"] > 0.1
+    assert beside["hit_rate"] > without["hit_rate"] + 0.1
+    assert beside["ttft_s"]["mean"] < without["ttft_s"]["mean"]
 
 
 def test_equal_timestamps_are_spread_in_order_up_to_the_next() -> None:
@@ -228,6 +251,9 @@ def test_the_command_writes_the_promised_json_and_a_plot(tmp_path: Path) -> None
         (["--report-delay", "1"], "no effect without --report-every"),
         (["--capacity-tokens", "512"], "--capacity-tokens"),
         (["--speeds", "-1"], "--speeds"),
+        (["--sibling-delay", "10"], "needs --replicas 2"),
+        (["--host-tokens", "-1"], "--host-tokens"),
+        (["--host-tokens", "512", "--host-read", "0"], "--host-read"),
     ],
 )
 def test_a_wrong_argument_ends_with_2_and_names_it(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from router.bench.sim.rank import IDLE_S, Job, SimRank
 from router.bench.sim.trace import TraceRequest
+from router.contract.events import Tier
 from router.engine.radix import RadixCache, Removed, Stored
 from router.engine.scheduler import Request, Scheduler
 from router.engine.timing import TimingProfile
@@ -112,10 +113,44 @@ def test_blocks_are_announced_when_prefill_ends_and_evictions_before_them() -> N
     for number, keys in enumerate([(1, 2, 3), (7, 8, 9)]):
         rank.submit(Job(TraceRequest(0.0, 48, 1, keys), number), float(number))
         while rank.next_s != IDLE_S:
-            for event in rank.advance(rank.next_s):
+            rank.advance(rank.next_s)
+            for _, event in rank.take_events():
                 if isinstance(event, Stored | Removed):
                     seen.append((type(event).__name__, event.keys))
     assert seen == [("Stored", [1, 2, 3]), ("Removed", [1, 2, 3]), ("Stored", [7, 8, 9])]
+
+
+def test_what_the_gpu_evicted_is_read_back_from_the_host_and_announced_by_tier() -> None:
+    rank = SimRank(TIMING, WIDTH, RadixCache(4), RadixCache(100), host_read_s=0.001)
+    jobs, seen = [], []
+    for number, keys in enumerate([(1, 2, 3), (7, 8, 9), (1, 2, 3)]):
+        jobs.append(Job(TraceRequest(0.0, 48, 1, keys), number))
+        rank.submit(jobs[-1], float(number))
+        while rank.next_s != IDLE_S:
+            rank.advance(rank.next_s)
+        seen.append([(tier, event.keys) for tier, event in rank.take_events() if isinstance(event, Stored)])
+    assert [(job.cached_tokens, job.host_tokens) for job in jobs] == [(0, 0), (0, 0), (47, 47)]
+    assert jobs[2].first_token_s == pytest.approx(2.0 + 0.003 + 47 * 0.001 + TIMING.prefill_s(1, 48))
+    assert seen[0] == [(Tier.GPU, [1, 2, 3]), (Tier.CPU_PINNED, [1, 2, 3])]
+    assert seen[2] == [(Tier.GPU, [1, 2, 3])], "the host has its copy still"
+
+
+def test_a_host_smaller_than_a_chain_keeps_the_beginning_and_the_oldest_leaves_it() -> None:
+    rank = SimRank(TIMING, WIDTH, RadixCache(10), RadixCache(2))
+    for number, keys in enumerate([(1, 2, 3), (7, 8, 9)]):
+        rank.submit(Job(TraceRequest(0.0, 48, 1, keys), number), float(number))
+        while rank.next_s != IDLE_S:
+            rank.advance(rank.next_s)
+    host = [event for tier, event in rank.take_events() if tier is Tier.CPU_PINNED]
+    assert [event.keys for event in host if isinstance(event, Stored | Removed)] == [[1, 2], [1, 2], [7, 8]]
+
+
+def test_a_backend_that_attends_anew_for_the_cached_context_takes_longer_for_it() -> None:
+    fast = TimingProfile(prefill_tokens_per_s=1000.0, attention_context_tokens=1000.0)
+    padded = TimingProfile(prefill_tokens_per_s=1000.0, attention_context_tokens=1000.0, cached_attention=1.0)
+    assert fast.prefill_s(100, 500) == pytest.approx(0.1 * 1.45)
+    assert padded.prefill_s(100, 500) == pytest.approx(0.1 * 1.45 + 400 * 400 / 2 / 1e6)
+    assert padded.prefill_s(100, 100) == fast.prefill_s(100, 100)
 
 
 def test_a_request_larger_than_the_cache_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.policy.consistent import anchor
 from router.policy.cost import CostWeights, attention_factor, cost, work_tokens
 from router.policy.decide import NO_SLOT, POLICY_NAMES, REASONS, Asked, Credit, Decision, Policy
-from router.policy.load import RankLoad, Report
+from router.policy.load import Outstanding, RankLoad, Report
 
 
 @dataclass(slots=True)
@@ -26,10 +28,11 @@ class Spot:
     account: RankLoad
     number: int
     credit_slot: int
+    anchor: int = 0
 
 
-def policy(name: str = "kv", seed: int = 1) -> Policy:
-    return Policy(name, CostWeights(), default_rate_tokens_per_s=8000.0, rng=random.Random(seed))
+def policy(name: str = "kv", seed: int = 1, weights: CostWeights | None = None) -> Policy:
+    return Policy(name, weights or CostWeights(), default_rate_tokens_per_s=8000.0, rng=random.Random(seed))
 
 
 _slots = itertools.count()
@@ -37,7 +40,7 @@ _slots = itertools.count()
 
 def candidate(name: str, cached: int = 0, predicted: int = 0, load: RankLoad | None = None, rank: int = 0) -> Spot:
     credit = (cached, cached, cached, cached, max(predicted, cached))
-    return Spot(name, credit, load or RankLoad(), rank, next(_slots))
+    return Spot(name, credit, load or RankLoad(), rank, next(_slots), anchor(name, rank))
 
 
 def decide(rule: Policy, asked: Asked, spots: Sequence[Spot], now_s: float = 0.0) -> Decision[Spot]:
@@ -102,6 +105,50 @@ def test_exact_ties_are_broken_at_random() -> None:
     assert min(counts[name] for name in "abcd") > 50
 
 
+def chosen_for(rule: Policy, chain: Sequence[int], ranks: Sequence[Spot], prompt: int = 5000) -> tuple[str, str]:
+    decision = decide(rule, Asked(prompt, chain=chain, width=512), ranks)
+    return decision.chosen.target.name, decision.reason
+
+
+def test_idle_routers_that_know_nothing_send_an_unseen_prefix_to_the_same_rank() -> None:
+    chains = [[random.Random(i).getrandbits(64) - (1 << 63) for _ in range(9)] for i in range(400)]
+    first, second = policy(seed=1), policy(seed=2)
+    ranks, reordered = [candidate(name) for name in "abcd"], [candidate(name) for name in "dbca"]
+    picks = [chosen_for(first, chain, ranks) for chain in chains]
+    assert picks == [chosen_for(second, chain, reordered) for chain in chains]
+    assert {reason for _, reason in picks} == {"consistent"}
+    counts = Counter(name for name, _ in picks)
+    assert min(counts[name] for name in "abcd") > 60, "unlike prompts still spread (case 50)"
+    fewer = [chosen_for(second, chain, [candidate(name) for name in "abd"]) for chain in chains]
+    assert all(now == before for now, before in zip(fewer, picks, strict=True) if before[0] != "c"), "only c's move"
+
+
+def test_conversations_that_share_a_system_prompt_are_told_apart_further_on() -> None:
+    """case 49: the first block is everybody's"""
+    ranks = [candidate(name, cached=512) for name in "abcd"]
+    picks = {chosen_for(policy(), [7, 8, 9, 10, 1000 + i, 5, 6], ranks)[0] for i in range(50)}
+    assert picks == set("abcd")
+    same = {chosen_for(policy(seed=i), [7, 8, 9, 10, 11, 1000 + i], ranks)[0] for i in range(50)}
+    assert len(same) == 1, "what is asked later in one conversation does not matter"
+
+
+def test_load_decides_between_ranks_that_are_busy_or_hold_more_or_cost_more_than_the_tolerance() -> None:
+    chain, strict = list(range(100, 109)), policy()
+    assert chosen_for(strict, chain, [candidate("a", load=busy(900)), candidate("b")]) == ("b", "load")
+    assert chosen_for(strict, chain, [candidate("a", cached=1024), candidate("b")]) == ("a", "prefix")
+    used = RankLoad()
+    used.place(9000, 9000, 0.0, 120.0).finish()
+    picks = {
+        tolerance: {
+            chosen_for(policy(weights=weights), [*range(i, i + 9)], [candidate("a", load=used), candidate("b")])[0]
+            for i in range(40)
+        }
+        for tolerance in (0.0, 0.1)
+        if (weights := CostWeights(consistent_tolerance=tolerance))
+    }
+    assert picks == {0.0: {"b"}, 0.1: {"a", "b"}}
+
+
 def test_blocks_only_predicted_attract_but_are_not_counted_as_cached() -> None:
     """case 53"""
     decision = decide(policy(), Asked(1000), [candidate("a"), candidate("b", predicted=800)], 0.0)
@@ -160,6 +207,9 @@ def test_least_inflight_and_overlap_do_what_their_names_say() -> None:
     ranks = [candidate("a", 100, load=busy(1, 3)), candidate("b", load=busy(1, 1))]
     assert decide(policy("least_inflight"), Asked(200), ranks, 0.0).chosen.target.name == "b"
     assert decide(policy("overlap"), Asked(200), ranks, 0.0).chosen.target.name == "a"
+    ranks[1].account.hear(b"sibling", Outstanding(5, 5, 0, 5, math.inf, 0), 0.0, 120.0)
+    for name in ("least_inflight", "power_of_two"):
+        assert decide(policy(name), Asked(200), ranks, 0.0).chosen.target.name == "a", "a sibling's requests count"
 
 
 def test_an_unknown_policy_name_is_refused() -> None:

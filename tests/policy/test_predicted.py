@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.predicted import PredictedBlocks
+from router.policy.predicted import EXPIRED_AT_ONCE, PredictedBlocks
 
 
 def depth(predicted: PredictedBlocks, slot: int, keys: list[int], confirmed: int = 0) -> int:
@@ -43,6 +43,19 @@ def test_the_oldest_prediction_goes_when_the_bound_is_reached() -> None:
     assert depth(predicted, 0, [1]) == 0
     assert depth(predicted, 0, [7, 8]) == 2
     assert len(predicted) == 2
+
+
+def test_many_long_prompts_that_are_over_at_once_are_forgotten_a_few_at_a_time() -> None:
+    """Forgetting them all in one decision would hold up the loop for tens of milliseconds."""
+    predicted = PredictedBlocks(ttl_s=10.0)
+    long = EXPIRED_AT_ONCE // 2
+    for number in range(5):
+        predicted.add(0, range(number * long, (number + 1) * long), 0.0)
+    left = []
+    for _ in range(3):
+        predicted.expire(11.0)
+        left.append(len(predicted))
+    assert left == [3 * long, long, 0]
 
 
 def test_zero_ttl_predicts_nothing() -> None:

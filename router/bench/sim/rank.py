@@ -4,6 +4,9 @@ Between two admissions or finishes nothing changes but the growing KV, so many d
 has a closed form: a trace of 12,000 requests costs some 60,000 stretches instead of over a million steps. A test holds
 its times equal to the step-by-step scheduler's. One difference is meant: pages for the whole output are taken at
 admission, not one by one.
+
+A rank may have a host tier: what becomes resident is copied there as well (write-through), stays when the GPU evicts
+it, and is read back, at `host_read_s` a token, before the rest of a prompt is computed.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from router.bench.sim.trace import TraceRequest
+from router.contract.events import Tier
 from router.engine.radix import CacheEvent, Node, RadixCache
 from router.engine.timing import TimingProfile
 from router.hashing import Namespace
@@ -35,6 +39,9 @@ class Job:
     first_token_s: float | None = None
     finished_s: float | None = None
     cached_tokens: int = 0
+    """Not computed: resident on the GPU or read back from the host."""
+    host_tokens: int = 0
+    """Those of them that were read back."""
     computed_tokens: int = 0
     waiting_tokens: int = 0
     chunk_tokens: int = 0
@@ -61,6 +68,8 @@ class SimRank:
     timing: TimingProfile
     width: int
     cache: RadixCache
+    host: RadixCache | None = None
+    host_read_s: float = 0.0
     next_s: float = IDLE_S
     waiting: deque[Job] = field(default_factory=deque)
     waiting_uncached_tokens: int = 0
@@ -99,7 +108,7 @@ class SimRank:
                 f"a request of {request.prompt_tokens + request.output_tokens} tokens is over one rank's capacity"
             )
         job.submitted_s = now_s
-        cached = self.cache.peek(NAMESPACE, request.keys) * self.width
+        cached = self._reusable_pages(request.keys) * self.width
         job.waiting_tokens = max(1, request.prompt_tokens - cached)
         self.waiting_uncached_tokens += job.waiting_tokens
         self.waiting.append(job)
@@ -108,8 +117,13 @@ class SimRank:
         elif self._stretch.decode_only and not self._blocked:
             self._cut(self._stretch, now_s)
 
-    def advance(self, now_s: float) -> list[CacheEvent]:
-        """Ends the stretch that was due at `now_s` and plans the next. Returns what the cache announced."""
+    def _reusable_pages(self, keys: Sequence[int]) -> int:
+        """Pages of the prefix that need not be computed, on the GPU or on the host."""
+        pages = self.cache.peek(NAMESPACE, keys)
+        return pages if self.host is None else max(pages, self.host.peek(NAMESPACE, keys))
+
+    def advance(self, now_s: float) -> None:
+        """Ends the stretch that was due at `now_s` and plans the next."""
         stretch = self._stretch
         assert stretch is not None
         self._steps += stretch.steps
@@ -119,7 +133,11 @@ class SimRank:
         if self._prefilling:
             self._prefilling = [job for job in self._prefilling if self._computed(job, now_s)]
         self._plan(now_s)
-        return self.cache.take_events()
+
+    def take_events(self) -> list[tuple[Tier, CacheEvent]]:
+        """What the caches announced since the last call."""
+        host = [] if self.host is None else self.host.take_events()
+        return [(Tier.GPU, event) for event in self.cache.take_events()] + [(Tier.CPU_PINNED, event) for event in host]
 
     def _plan(self, now_s: float) -> None:
         timing = self.timing
@@ -167,6 +185,7 @@ class SimRank:
             self.next_s = stretch.end_s
 
     def _admit(self, job: Job) -> bool:
+        reusable = self._reusable_pages(job.request.keys)
         found = self.cache.match(NAMESPACE, job.request.keys)
         self.cache.pin(found.node)
         need = job.total_pages - found.pages
@@ -174,7 +193,8 @@ class SimRank:
             self.cache.unpin(found.node)
             return False
         job.node, job.tree_pages, job.own_pages = found.node, found.pages, need
-        job.cached_tokens = job.computed_tokens = min(found.pages * self.width, job.request.prompt_tokens - 1)
+        job.cached_tokens = job.computed_tokens = min(reusable * self.width, job.request.prompt_tokens - 1)
+        job.host_tokens = max(0, job.cached_tokens - found.pages * self.width)
         self.kv_tokens += job.cached_tokens
         self.waiting_uncached_tokens -= job.waiting_tokens
         return True
@@ -182,6 +202,8 @@ class SimRank:
     def _chunk(self, job: Job, budget: int, prefill_s: float) -> tuple[int, float]:
         job.chunk_tokens = min(budget, job.request.prompt_tokens - job.computed_tokens)
         end = job.computed_tokens + job.chunk_tokens
+        if job.computed_tokens == job.cached_tokens:  # its first chunk
+            prefill_s += job.host_tokens * self.host_read_s
         return budget - job.chunk_tokens, prefill_s + self.timing.prefill_s(job.chunk_tokens, end)
 
     def _computed(self, job: Job, now_s: float) -> bool:
@@ -213,6 +235,8 @@ class SimRank:
         self.cache.pin(found.node)
         self.cache.unpin(job.node)
         job.node, job.tree_pages = found.node, len(keys)
+        if self.host is not None:
+            _copy(self.host, keys)
 
     def _finish(self, job: Job, now_s: float) -> None:
         request = job.request
@@ -230,3 +254,13 @@ class SimRank:
         job.node, job.own_pages = None, 0
         job.finished_s = now_s
         job.on_finish()
+
+
+def _copy(host: RadixCache, keys: list[int]) -> None:
+    """Keeps a copy of the chain, as far as the host has room for it at all."""
+    keys = keys[: host.capacity_pages]
+    found = host.match(NAMESPACE, keys)
+    host.pin(found.node)
+    host.allocate(len(keys) - found.pages)
+    host.insert(NAMESPACE, keys, b"")
+    host.unpin(found.node)

@@ -41,6 +41,7 @@ def measure(world: World, *, second_half: bool) -> dict[str, Any]:
     return {
         "requests": len(jobs),
         "hit_rate": sum(job.cached_tokens for job in jobs) / prompt,
+        "host_hit_rate": sum(job.host_tokens for job in jobs) / prompt,
         "ttft_s": {
             "mean": fmean(ttft),
             "p50": quantile(ttft, 0.5),
