@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import Callable
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from router.admin_fanout import FanOutRoutes
-from router.config import Config, parse_worker
+from router.admin_guard import guarded_application, json_response
+from router.config import Config, Secret, parse_worker
 from router.core import DRY_RUN, RoutingCore
 from router.errors import ConfigError, RouterError
 from router.fleet.registry import Fleet
 from router.observe.live import LivePage
 from router.observe.logs import set_level
 from router.proxy.routes import PROXIED
+from router.siblings.exchange import Exchange
 
 log = logging.getLogger("router.admin")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-OPEN_PATHS = ("/health", "/ready", "/ui")
-"""Without admin.key; /ui is the page without its data, which asks for the key."""
-MAX_ADMIN_BODY_MB = 64
 
 
 class RouteQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,40 +38,32 @@ class LogLevel(msgspec.Struct, forbid_unknown_fields=True):
     level: Literal["debug", "info", "warning", "error"]
 
 
-def json_response(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
-
-
-def error_response(error: RouterError) -> web.Response:
-    response = json_response(
-        {"error": {"message": error.message, "type": error.type, "code": error.code}}, error.status
-    )
-    response.headers["x-kv-router-error"] = error.code
-    return response
-
-
-def _refuse_foreign_pages(request: web.Request) -> None:
-    """A page open in the operator's browser can POST to loopback, without a preflight and without a key."""
-    if request.method in ("GET", "HEAD", "OPTIONS"):
-        return
-    origin = request.headers.get("Origin")
-    foreign = origin is not None and urlsplit(origin).netloc != request.host
-    if foreign or request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
-        raise RouterError("forbidden", "requests from web pages of another origin are not taken")
-
-
 class Admin:
     """Handlers of the admin listener. `config` is replaced when SIGHUP re-reads it."""
 
-    def __init__(self, config: Config, fleet: Fleet, core: RoutingCore, page: LivePage, fan_out: FanOutRoutes) -> None:
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        core: RoutingCore,
+        page: LivePage,
+        fan_out: FanOutRoutes,
+        *,
+        siblings: Exchange | None = None,
+        state: Callable[[], dict[str, object]] | None = None,
+    ) -> None:
+        """`state`, of one of several processes, is what GET /process says. Its listener is a private socket of the
+        supervisor, who has checked the key."""
         self.config = config
+        self._siblings = siblings
+        self._state = state
         self._fleet = fleet
         self._core = core
         self._page = page
         self._fan_out = fan_out
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_ADMIN_BODY_MB << 20)
+        app = guarded_application(self._key)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/workers", self._workers)
@@ -85,54 +73,34 @@ class Admin:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/config", self._config)
         app.router.add_put("/log-level", self._log_level)
+        if self._state is not None:
+            app.router.add_get("/process", self._process)
         self._page.add_routes(app)
         self._fan_out.add_routes(app)
         return app
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            _refuse_foreign_pages(request)
-            if request.path not in OPEN_PATHS:
-                self._check_key(request)
-            return await handler(request)
-        except RouterError as error:
-            return error_response(error)
-        except web.HTTPMethodNotAllowed as refused:
-            response = error_response(RouterError("method_not_allowed", f"{request.method} is not for this path"))
-            response.headers["Allow"] = refused.headers["Allow"]
-            return response
-        except web.HTTPNotFound:
-            return error_response(RouterError("not_found", "no such path on the admin listener"))
-        except web.HTTPRequestEntityTooLarge:
-            return error_response(RouterError("body_too_large", f"the body is over {MAX_ADMIN_BODY_MB} MB"))
-        except ConnectionError:
-            raise  # the client left: nobody is there to be answered
-        except web.RequestPayloadError:
-            return error_response(RouterError("bad_request", "the body is not framed or coded as its fields say"))
-        except web.HTTPException:
-            raise
-        except Exception:
-            log.exception("admin request failed")
-            return error_response(RouterError("internal", "the router's log has the trace"))
+    def _key(self) -> Secret | None:
+        return self.config.admin.key if self._state is None else None
 
-    def _check_key(self, request: web.Request) -> None:
-        key = self.config.admin.key
-        if key is None:
-            return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
-        if not hmac.compare_digest(given, key.reveal().encode()):
-            raise RouterError("unauthorized", "the admin listener wants `Authorization: Bearer` with admin.key")
+    async def _process(self, request: web.Request) -> web.Response:
+        assert self._state is not None
+        return json_response({"pid": os.getpid(), **self._state()})
 
     async def _health(self, request: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        ready = self._core.ready()
-        return json_response({"ready": ready}, 200 if ready else 503)
+        if self._core.ready():
+            return json_response({"ready": True})
+        return json_response({"ready": False, "code": self._core.not_ready().code}, 503)
 
     async def _workers(self, request: web.Request) -> web.Response:
-        return json_response({"workers": self._fleet.describe(), "prompts": self._core.prompts()})
+        view: dict[str, Any] = {"workers": self._fleet.describe(), "prompts": self._core.prompts()}
+        if self._siblings is not None:
+            view["siblings"] = self._siblings.describe()
+        if self._state is not None:
+            view["process"] = self._state()
+        return json_response(view)
 
     async def _add_worker(self, request: web.Request) -> web.Response:
         try:
@@ -164,7 +132,7 @@ class Admin:
         return json_response(self._core.explain(plan))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        page = await self._core.metrics()
+        page = await (self._core.metrics() if self._state is None else self._core.own_metrics())
         return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _log_level(self, request: web.Request) -> web.Response:

@@ -43,17 +43,21 @@ def _serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument("--host", help="public listener's address (listen.host)")
     parser.add_argument("--port", type=int, help="public listener's port (listen.port)")
     parser.add_argument("--admin-port", type=int, help="admin listener's port (admin.port)")
+    parser.add_argument("--processes", type=int, metavar="N", help="serving processes on the same port")
+    parser.add_argument("--as-process", action="store_true", help=argparse.SUPPRESS)  # started by a supervisor
 
     def run(arguments: argparse.Namespace) -> int:
-        from router.service import serve
+        from router.config import Overrides
+        from router.serve import serve
 
-        return serve(
-            arguments.config,
-            workers=arguments.worker,
+        overrides = Overrides(
+            workers=tuple(arguments.worker),
             host=arguments.host,
             port=arguments.port,
             admin_port=arguments.admin_port,
+            processes=arguments.processes,
         )
+        return serve(arguments.config, overrides, as_process=arguments.as_process)
 
     parser.set_defaults(run=run)
 
@@ -62,6 +66,9 @@ def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser = commands.add_parser("demo", help="KV-aware routing against round-robin on simulated engines, no GPU")
     parser.add_argument("--duration", type=float, default=12.0, metavar="S", help="seconds of load for each policy")
     parser.add_argument("--engines", type=int, default=4, metavar="N")
+    parser.add_argument(
+        "--disaggregated", action="store_true", help="2 prefill engines of 2 ranks and 3 decode engines instead"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload's schedule")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
     parser.add_argument(
@@ -77,6 +84,7 @@ def _demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
             seed=arguments.seed,
             json_path=arguments.json,
             hold=arguments.hold,
+            disaggregated=arguments.disaggregated,
         )
 
     parser.set_defaults(run=run)
@@ -142,9 +150,31 @@ def _bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
     index.set_defaults(run=run)
     _bench_prompt(parts)
+    _bench_serve(parts)
     _bench_decision(parts)
     _bench_replay(parts)
     _bench_calibrate(parts)
+
+
+def _bench_serve(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = parts.add_parser("serve", help="CPU time of the router for a request, over real sockets")
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of load for each kind of request")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+    def run(arguments: argparse.Namespace) -> int:
+        from rich.console import Console
+
+        from router.bench import serve as bench
+
+        try:
+            result = bench.run(arguments.seconds)
+        except bench.BenchFailure as error:
+            raise ConfigError(str(error)) from None
+        bench.print_table(result, Console())
+        _write_json(arguments.json, result)
+        return 0
+
+    parser.set_defaults(run=run)
 
 
 def _bench_decision(parts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

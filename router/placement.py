@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from router.contract.url import WorkerUrl
@@ -10,7 +11,7 @@ from router.feedback import Lesson
 from router.fleet.rank import Rank
 from router.fleet.registry import Fleet
 from router.observe.metrics import Metrics
-from router.policy.decide import Scored
+from router.policy.decide import Decision, Scored
 from router.policy.load import Ticket
 from router.prompt.forward import ids_json
 from router.prompt.models import ModelFacts
@@ -35,6 +36,7 @@ class RankPlacement:
         rank: Rank,
         plan: RequestPlan,
         chosen: Scored[Rank],
+        decision: Decision[Rank],
         best_cached_tokens: int,
         blind_cached_tokens: float,
         ticket: Ticket,
@@ -48,6 +50,8 @@ class RankPlacement:
         self.rank = rank
         self.cached_tokens = chosen.cached_by_tier[3]
         """What the chosen rank was believed to hold, all tiers."""
+        self.decision = decision
+        """Every candidate with its cost, for whoever wants to name a second choice."""
         self._best_cached_tokens = best_cached_tokens
         self._blind_cached_tokens = blind_cached_tokens
         self._plan = plan
@@ -59,11 +63,21 @@ class RankPlacement:
         self._expose = expose
         self.body, pinning = _pinned(plan, rank)
         self.headers = (*pinning, *trace_headers)
+        self.trace_headers = trace_headers
         forward_for, info = plan.prompt.forward_for, rank.worker.info
         if forward_for is not None and info is not None and ModelFacts.from_server_info(info) == forward_for:
             assert plan.prompt.ids is not None
             self.body = set_fields(self.body, {"input_ids": ids_json(plan.prompt.ids)})
             metrics.forwarded_prompts.inc()
+
+    @property
+    def pair(self) -> None:
+        """One engine serves it whole."""
+        return None
+
+    @property
+    def to_avoid(self) -> tuple[str, ...]:
+        return (self.url.text,)
 
     @property
     def url(self) -> WorkerUrl:
@@ -111,6 +125,16 @@ class RankPlacement:
         if outcome in SERVED:
             self._count(usage)
 
+    def let_go(self) -> tuple[Ticket, Callable[[], None] | None]:
+        """The answer will not pass through this router (router.envoy): all but the load of it ends here, and with what
+        was believed. Returns the ticket, whose end is the caller's, and what to call when the engine has most likely
+        taken the prompt; neither keeps the request itself in memory."""
+        self.rank.worker.breaker.neutral()
+        self._lesson.ended(None, None)
+        self._count(None)
+        new_tokens = self._new_tokens()
+        return self._ticket, None if new_tokens is None else partial(self.rank.served, new_tokens, exact=False)
+
     def _tell_rank(self, usage: Usage | None) -> None:
         """How many prompt tokens were new to the rank: if no event tells of them, its stream is not heard."""
         plan = self._plan
@@ -118,8 +142,15 @@ class RankPlacement:
             return
         if usage is not None and usage.prompt_tokens is not None and usage.cached_tokens is not None:
             self.rank.served(usage.prompt_tokens - usage.cached_tokens, exact=True)
-        elif plan.prompt.ids is not None:
-            self.rank.served(plan.prompt.tokens - self.cached_tokens, exact=False)
+        elif (new_tokens := self._new_tokens()) is not None:
+            self.rank.served(new_tokens, exact=False)
+
+    def _new_tokens(self) -> int | None:
+        """By the router's own view; None when that cannot be told, or the route leaves nothing in the cache."""
+        plan = self._plan
+        if plan.route not in CACHING_ROUTES or plan.encoded or plan.prompt.ids is None:
+            return None
+        return plan.prompt.tokens - self.cached_tokens
 
     def _count(self, usage: Usage | None) -> None:
         metrics = self._metrics

@@ -1,31 +1,25 @@
-"""`kv-router serve`: puts the parts together, listens, obeys signals, and takes everything down in order."""
+"""One running router: puts the parts together, listens, and takes everything down in order."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
 import logging
 import random
-import resource
-import signal
 import ssl
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from router.admin import Admin
 from router.admin_fanout import FanOutRoutes
-from router.config import Config, DiscoveryConfig, Overrides, load_config
+from router.admin_guard import parser_log
+from router.config import Config, EnvoyConfig
 from router.core import RoutingCore
 from router.engine_ask import EngineAsk
-from router.errors import ConfigError, RouterError
+from router.errors import ConfigError
 from router.fleet.ask import probe_session
 from router.fleet.discovery.run import Discovery
 from router.fleet.registry import Fleet
@@ -33,26 +27,29 @@ from router.fleet.worker import Worker
 from router.index.prefix import PrefixIndex
 from router.observe.access import AccessLog
 from router.observe.live import LivePage
-from router.observe.logs import set_up
 from router.observe.metrics import Metrics
 from router.observe.requests import Requests
 from router.observe.traces import Traces
+from router.pair_placement import Pairing
 from router.policy.cost import CostWeights
 from router.policy.decide import Policy
 from router.policy.predicted import PredictedBlocks
+from router.processes.role import Role, write_locked
 from router.prompt.models import ModelFacts
 from router.prompt.source import PromptSource
 from router.prompt.verify import Difference
 from router.proxy.queue import QueueOptions
-from router.proxy.server import ListenerOptions, PublicListener, parser_log
+from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
+from router.siblings.exchange import Exchange, Meeting, meeting_of
 from router.stream.sockets import new_context
+
+if TYPE_CHECKING:
+    from router.envoy.pickers import EnvoyPickers
 
 log = logging.getLogger("router")
 
 ADMIN_SHUTDOWN_S = 1.0
-THREAD_TURN_S = 0.001
-"""A thread that renders or tokenises gives way to the event loop after so long; Python's own 5 ms would be a stall."""
 MAX_PREPARED = 64
 """Kinds of engine whose tokenizer load was begun; the oldest is forgotten, and merely looked up again."""
 
@@ -60,8 +57,10 @@ MAX_PREPARED = 64
 class Service:
     """One running router. `start`, then `stop`; `reload` applies a changed configuration's workers and keys."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, role: Role | None = None) -> None:
+        """`role`: this is one of several processes."""
         self._config = config
+        self._role = role
         self._context = new_context()
         self._tls = _worker_tls(config)
         self._session = probe_session(self._tls)
@@ -70,12 +69,12 @@ class Service:
             max_blocks=config.index.max_blocks, max_blocks_per_slot=config.index.max_blocks_per_rank
         )
         metrics = Metrics()
-        self._access = AccessLog(dropped=metrics.access_lines_dropped.inc) if config.log.access else None
+        self._access = _access_log(metrics, role) if config.log.access else None
         traces = config.traces
         self._traces = (
             Traces(traces.endpoint, sample=traces.sample, service_name=traces.service_name) if traces.endpoint else None
         )
-        requests = Requests(tuple(sink for sink in (self._access, self._traces) if sink is not None))
+        self._requests = requests = Requests(tuple(sink for sink in (self._access, self._traces) if sink is not None))
         self.fleet = Fleet(
             config,
             self._index,
@@ -85,7 +84,7 @@ class Service:
             wall_clock=time.time,
             rng=random.Random(),
             observer=metrics,
-            on_described=self._prepare_prompts,
+            on_described=self._described,
         )
         self._discovery = Discovery(config.discovery, self.fleet, metrics, rng=random.Random())
         self._upstream = UpstreamClient(
@@ -98,31 +97,51 @@ class Service:
             count=metrics.prompts.inc,
             on_check=metrics.prompt_checks.inc,
             on_drift=self._prompt_drift,
+            on_change=self._prompts_changed,
             on_tokens=lambda result, tokens: metrics.prompt_cache_tokens.inc(result, by=tokens),
         )
         metrics.prompt_cache_bytes.set_function(lambda: self._prompts.cache.bytes)
+        self._predicted = PredictedBlocks(config.policy.prediction_ttl_s)
+        meeting = meeting_of(config) if role is None else role.meeting(config)
+        self._exchange = None if meeting is None else self._exchange_at(meeting, metrics)
         self.core = RoutingCore(
             fleet=self.fleet,
             index=self._index,
             prompts=self._prompts,
             policy=_policy(config),
-            predicted=PredictedBlocks(config.policy.prediction_ttl_s),
+            predicted=self._predicted,
             metrics=metrics,
             requests=requests,
             traces=self._traces,
             expose_routing_headers=config.admin.expose_routing_headers,
             allow_internal_fields=config.listen.allow_internal_fields,
             clock=clock,
+            pairing=Pairing(
+                config.disaggregation, self.fleet, metrics, clock=clock, share_tau_s=config.policy.share_tau_s
+            ),
+            shared_page=None if role is None else role.page,
+            on_predicted=None if self._exchange is None else self._exchange.placed,
         )
         self._live = LivePage(self.fleet, requests, metrics.totals, policy=config.policy.name, clock=clock)
-        self._admin = Admin(config, self.fleet, self.core, self._live, FanOutRoutes(self.fleet, self._upstream))
+        self._admin = Admin(
+            config,
+            self.fleet,
+            self.core,
+            self._live,
+            FanOutRoutes(self.fleet, self._upstream),
+            siblings=self._exchange,
+            state=None if role is None else self._state,
+        )
         self._admin_runner = web.AppRunner(
             self._admin.application(), access_log=None, logger=parser_log, shutdown_timeout=ADMIN_SHUTDOWN_S
         )
-        self.listener = PublicListener(self.core, self._upstream, _listener_options(config))
+        options = _listener_options(config, role)
+        self.listener = PublicListener(self.core, self._upstream, options)
+        self.envoy = self._envoy_pickers(config.envoy, options)
         metrics.waiting_requests.set_function(lambda: self.listener.waiting)
         metrics.buffered_body_bytes.set_function(lambda: self.listener.buffered_bytes)
         self.admin_port = 0
+        self._listening = False
         self._prepared: deque[ModelFacts] = deque(maxlen=MAX_PREPARED)
         self._loading: set[asyncio.Task[str]] = set()
         self._incarnations: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
@@ -131,6 +150,32 @@ class Service:
         for sink in (self._access, self._traces):
             if sink is not None:
                 sink.close()
+
+    def _exchange_at(self, meeting: Meeting, metrics: Metrics) -> Exchange:
+        return Exchange(
+            meeting,
+            self.fleet,
+            metrics,
+            self._predicted,
+            context=self._context,
+            share_tau_s=self._config.policy.share_tau_s,
+            clock=time.monotonic,
+        )
+
+    def _envoy_pickers(self, config: EnvoyConfig, options: ListenerOptions) -> EnvoyPickers | None:
+        if config.ext_authz is None and config.ext_proc is None:
+            return None
+        from router.envoy.pickers import EnvoyPickers
+
+        return EnvoyPickers(config, self.core, self._upstream, options, self.listener.bodies)
+
+    def _described(self, worker: Worker) -> None:
+        if self._exchange is not None:
+            self._exchange.watch(worker)
+        self._prepare_prompts(worker)
+
+    def _state(self) -> dict[str, object]:
+        return {"ready": self.core.ready(), "listening": self._listening, "requests": self._requests.finished}
 
     def _prepare_prompts(self, worker: Worker) -> None:
         """Loads the worker's tokenizer before its first request; a load that is done or under way costs nothing."""
@@ -162,6 +207,13 @@ class Service:
         for worker in self._of(facts):
             worker.drifted("prompt", "prompts as rendered here", f"{where} differs", advice)
 
+    def _prompts_changed(self, folder: str) -> None:
+        """Tokenizer or template files were read anew: what was found of the old ones is over."""
+        log.info("prompts made with %s are compared with the engines' again", folder)
+        for worker in self.fleet.workers:
+            if worker.info is not None and self._prompts.drift(ModelFacts.from_server_info(worker.info)) is None:
+                worker.drift_over("prompt")
+
     def _of(self, facts: ModelFacts) -> list[Worker]:
         described = [(worker, worker.info) for worker in self.fleet.workers if worker.info is not None]
         return [worker for worker, info in described if ModelFacts.from_server_info(info) == facts]
@@ -172,26 +224,61 @@ class Service:
             return
         problem = str(done.exception() or "") or done.result()
         if problem:
-            log.info("%s: text prompts go to the engine's tokenizer: %s", worker.url, problem)
+            instead = "are routed by load" if self._config.tokenizer.mode == "local" else "go to the engine's tokenizer"
+            log.info("%s: text prompts %s: %s", worker.url, instead, problem)
         else:
-            log.info("%s: text prompts are tokenised here, with %s", worker.url, facts.tokenizer_path)
+            folder = self._config.tokenizer.path or facts.tokenizer_path
+            log.info("%s: text prompts are tokenised here, with %s", worker.url, folder)
 
     async def start(self) -> None:
-        """Binds both listeners, then watches the fleet. Raises ConfigError when an address cannot be had."""
-        listen, admin = self._config.listen, self._config.admin
+        """Binds both listeners, then watches the fleet. Raises ConfigError when an address cannot be had.
+
+        One of several processes takes clients only from `listen` on.
+        """
+        if self._role is None:
+            await self.listen()
+        await self._admin_runner.setup()
+        await self._start_admin()
+        if self._exchange is not None:
+            self._exchange.start()
+        self.fleet.start()
+        self._live.start()
+        self._discovery.start()
+
+    async def listen(self) -> None:
+        """Takes clients. Raises ConfigError when the address cannot be had."""
+        listen = self._config.listen
         try:
             await self.listener.start()
         except OSError as error:
             raise ConfigError(f"listen: cannot bind {listen.host}:{listen.port}: {error.strerror or error}") from None
-        await self._admin_runner.setup()
+        if self.envoy is not None:
+            await self.envoy.start()
+        self._listening = True
+
+    def leave(self) -> None:
+        """Not ready any more, for whoever balances; requests are served."""
+        self.listener.leave()
+        if self.envoy is not None:
+            self.envoy.leave()
+
+    async def close_listeners(self, grace_s: float) -> None:
+        """Takes no request any more and lets the running ones finish for `grace_s`."""
+        if self.envoy is None:
+            await self.listener.close(grace_s)
+        else:
+            await asyncio.gather(self.listener.close(grace_s), self.envoy.close(grace_s))
+
+    async def _start_admin(self) -> None:
+        admin, role = self._config.admin, self._role
+        if role is not None:
+            await web.UnixSite(self._admin_runner, role.admin_socket).start()
+            return
         try:
             await web.TCPSite(self._admin_runner, admin.host, admin.port).start()
         except OSError as error:
             raise ConfigError(f"admin: cannot bind {admin.host}:{admin.port}: {error.strerror or error}") from None
         self.admin_port = int(self._admin_runner.addresses[0][1])
-        self.fleet.start()
-        self._live.start()
-        self._discovery.start()
 
     def reload(self, config: Config) -> None:
         """Takes over workers and keys; every other setting needs a restart."""
@@ -204,17 +291,21 @@ class Service:
         for settings in config.workers:
             self.fleet.add(settings)
         self.fleet.set_worker_api_key(config.worker_api_key)
-        self.listener.set_api_keys([key.reveal() for key in config.api_keys])
+        for taking in (self.listener, self.envoy):
+            if taking is not None:
+                taking.set_api_keys([key.reveal() for key in config.api_keys])
         self._config = config
         self._admin.config = config
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish for `grace_s`, then closes every socket and task."""
-        await self.listener.close(grace_s)
+        await self.close_listeners(grace_s)
         await self._live.close()
         await asyncio.to_thread(self._close_sinks)
         await self._admin_runner.cleanup()
         await self._discovery.close()
+        if self._exchange is not None:
+            await self._exchange.close()
         await self.fleet.close()
         for task in self._loading:
             task.cancel()
@@ -226,16 +317,14 @@ class Service:
         self._context.destroy(linger=0)
 
 
-def _raise_file_limit() -> None:
-    """Streams and connections each take a descriptor: up to what the system allows this process."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _worker_tls(config: Config) -> ssl.SSLContext | None:
-    if config.worker_tls.ca is None:
+    ca = config.worker_tls.ca
+    if ca is None:
         return None
-    return ssl.create_default_context(cafile=config.worker_tls.ca)
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"worker_tls.ca: cannot load certificates from {ca}: {error}") from None
 
 
 def _listener_tls(config: Config) -> ssl.SSLContext | None:
@@ -250,10 +339,16 @@ def _listener_tls(config: Config) -> ssl.SSLContext | None:
     return context
 
 
-def _listener_options(config: Config) -> ListenerOptions:
+def _access_log(metrics: Metrics, role: Role | None) -> AccessLog:
+    dropped = metrics.access_lines_dropped.inc
+    return AccessLog(dropped=dropped) if role is None else AccessLog(dropped=dropped, write=write_locked(role))
+
+
+def _listener_options(config: Config, role: Role | None) -> ListenerOptions:
     return ListenerOptions(
         host=config.listen.host,
-        port=config.listen.port,
+        port=config.listen.port if role is None else role.port,
+        reuse_port=role is not None,
         max_body_bytes=config.listen.max_body_mb << 20,
         max_buffered_bytes=config.listen.max_buffered_mb << 20,
         body_s=config.timeouts.body_s,
@@ -276,115 +371,7 @@ def _policy(config: Config) -> Policy:
         attention_tokens=settings.attention_tokens,
         age_rate_factor=settings.age_rate_factor,
         same_speed=settings.same_speed,
+        consistent_tolerance=settings.consistent_tolerance,
         tier_weights=(0.0, 1 - settings.cpu_pinned_credit, 1 - settings.disk_credit, 1 - settings.external_credit),
     )
     return Policy(settings.name, weights, default_rate_tokens_per_s=settings.prefill_tokens_per_s, rng=random.Random())
-
-
-def serve(
-    path: Path | None,
-    *,
-    workers: Sequence[str] = (),
-    host: str | None = None,
-    port: int | None = None,
-    admin_port: int | None = None,
-) -> int:
-    """Runs until SIGTERM or SIGINT. Raises ConfigError for what the operator can mend."""
-    overrides = Overrides(workers=tuple(workers), host=host, port=port, admin_port=admin_port)
-    config = load_config(path, overrides)
-    set_up(config.log.format, config.log.level)
-    _raise_file_limit()
-    sys.setswitchinterval(THREAD_TURN_S)
-
-    def reread() -> Config:
-        return load_config(path, overrides)
-
-    runner = asyncio.Runner(loop_factory=_loop_factory())
-    with runner:
-        return runner.run(_run(config, reread if path is not None else None))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one; asyncio's own loop otherwise."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-async def _run(config: Config, reread: Callable[[], Config] | None) -> int:
-    stop, cut, reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    drain_s = config.timeouts.drain_s
-
-    def signalled(by_person: bool) -> None:
-        nonlocal drain_s
-        if by_person:
-            drain_s = 0.0  # Ctrl-C: no load balancer is to be told first
-        (cut if stop.is_set() else stop).set()
-
-    loop.add_signal_handler(signal.SIGTERM, signalled, False)  # before slow start-up work (case 94)
-    loop.add_signal_handler(signal.SIGINT, signalled, True)
-    loop.add_signal_handler(signal.SIGHUP, reload.set)
-    service = Service(config)
-    # What lives as long as the process need not be walked through again: the index's list of runs alone takes 10 ms at
-    # 2M blocks.
-    gc.freeze()
-    try:
-        await service.start()
-    except ConfigError:
-        await service.stop(0.0)
-        raise
-    for warning in config.warnings():
-        log.warning(warning)
-    _announce(config, service)
-    reloader = asyncio.create_task(_reload_on_signal(service, reload, reread))
-    await stop.wait()
-    log.info("stopping", extra={"drain_s": drain_s, "grace_s": config.timeouts.grace_s})
-    reloader.cancel()
-    service.listener.leave()
-    await _unless(cut, asyncio.sleep(drain_s))
-    await _unless(cut, service.listener.close(config.timeouts.grace_s))
-    await service.stop(0.0)
-    return 0
-
-
-async def _unless(cut: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work`, or until `cut` is set."""
-    task, cutter = asyncio.ensure_future(work), asyncio.ensure_future(cut.wait())
-    await asyncio.wait((task, cutter), return_when=asyncio.FIRST_COMPLETED)
-    for each in (task, cutter):
-        each.cancel()
-    await asyncio.gather(task, cutter, return_exceptions=True)
-
-
-async def _reload_on_signal(service: Service, signalled: asyncio.Event, reread: Callable[[], Config] | None) -> None:
-    while True:
-        await signalled.wait()
-        signalled.clear()
-        if reread is None:
-            log.warning("SIGHUP: nothing to re-read, the router was started without --config")
-            continue
-        try:
-            service.reload(await asyncio.to_thread(reread))
-            log.info("SIGHUP: workers and keys re-read")
-        except (ConfigError, RouterError) as error:
-            log.error("SIGHUP: the configuration was not taken: %s", error)
-
-
-def _announce(config: Config, service: Service) -> None:
-    """One JSON line on stdout for whoever started the process: where the listeners are (ports may have been 0)."""
-    host, admin = _bracketed(config.listen.host), _bracketed(config.admin.host)
-    where = {
-        "listen": f"http{'s' if config.listen.tls else ''}://{host}:{service.listener.port}",
-        "admin": f"http://{admin}:{service.admin_port}",
-    }
-    print(json.dumps(where), flush=True)
-    log.info("listening", extra=where)
-    if not config.workers and config.discovery == DiscoveryConfig():
-        log.warning("no workers yet: give --worker URL, or POST /workers on the admin listener")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -185,7 +185,7 @@ def test_one_engine_listed_twice_is_refused_after_normalisation() -> None:
         ({"policy": {"name": "random", "u_weight": 1}}, "policy.u_weight: has no effect with policy.name random"),
         ({"tokenizer": {"mode": "engine", "path": "/"}}, "tokenizer.path: has no effect with tokenizer.mode engine"),
         ({"tokenizer": {"mode": "off", "cache_mb": 5}}, "tokenizer.cache_mb: has no effect with tokenizer.mode off"),
-        ({"tokenizer": {"mode": "local", "verify_every": 9}}, "tokenizer.verify_every: has no effect with"),
+        ({"tokenizer": {"mode": "local", "log_text": True}}, "tokenizer.log_text: has no effect with"),
         (
             {"tokenizer": {"verify_every": 0, "forward_ids": True}},
             "tokenizer.forward_ids: has no effect with tokenizer.verify_every 0: nothing is compared",
@@ -439,3 +439,36 @@ def test_limits_and_the_line_of_those_who_wait() -> None:
 )
 def test_a_limit_that_contradicts_another_or_limits_nothing_is_an_error(document: object, problem: str) -> None:
     assert problems(document)[0].startswith(problem)
+
+
+def test_processes_come_from_the_file_or_the_command_line() -> None:
+    assert built({"processes": 3}).processes == 3
+    assert build_config({"processes": 3}, Overrides(processes=2), {}, Path()).processes == 2
+    assert problems({"processes": 0}) == ["processes: 0 is not allowed; expected an integer from 1 to 64"]
+
+
+SIBLINGS = {"listen": "tcp://0.0.0.0:8082", "peers": ["tcp://router-1:8082"], "key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"listen": None}, "siblings.listen: missing"),
+        ({"listen": "tcp://router-0:8082"}, "siblings.listen: 'tcp://router-0:8082': give the address to listen at"),
+        ({"listen": "0.0.0.0:8082"}, "siblings.listen: '0.0.0.0:8082' is not of the form"),
+        ({"listen": "tcp://0.0.0.0:0"}, "siblings.listen: 'tcp://0.0.0.0:0' is not of the form"),
+        ({"peers": ["tcp://169.254.169.254:1"]}, "siblings.peers[0]: host '169.254.169.254' is a link-local"),
+        ({"peers": []}, "siblings: name the other routers, by peers or dns"),
+        ({"dns": "not a name"}, "siblings.dns: host 'not a name'"),
+        ({"key": None}, "siblings.key: missing"),
+    ],
+)
+def test_siblings_that_could_not_hear_each_other_are_errors(changes: dict[str, Any], says: str) -> None:
+    (problem,) = problems({"siblings": {**SIBLINGS, **changes}})
+    assert problem.startswith(says)
+
+
+def test_siblings_need_no_settings_between_processes() -> None:
+    assert built({"siblings": SIBLINGS}).siblings.peers == ("tcp://router-1:8082",)
+    assert not built({"processes": 2, "siblings": {"snapshots": False}}).siblings.snapshots
+    assert problems({"siblings": {"snapshots": False}})[0].startswith("siblings.listen: missing")

@@ -100,6 +100,7 @@ def test_sighup_re_reads_workers_and_keeps_the_rest_when_the_file_is_wrong(tmp_p
         ("listen: {port: eighty}", "listen.port"),
         ("workers: [", "line 1"),
         ("policy: {name: best}", "round_robin"),
+        ("worker_tls: {ca: c.yaml}", "worker_tls.ca: cannot load"),
     ],
 )
 def test_a_bad_configuration_ends_with_a_message_that_names_the_key(text: str, says: str, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from router.config.schema import Config, DiscoveryConfig, DnsConfig, KvEventsConfig, WorkerConfig
-from router.contract.url import diallable_host, parse_tcp_endpoint
+from router.config.schema import Config, DiscoveryConfig, DnsConfig, KvEventsConfig, SiblingsConfig, WorkerConfig
+from router.contract.url import diallable_host, parse_bind_endpoint, parse_tcp_endpoint
 
 COMPARED_ONLY = ("forward_ids", "log_text")
 KV_ONLY = (
@@ -31,6 +31,8 @@ def cross_check(config: Config, document: Mapping[object, object]) -> list[str]:
             for problem in check_worker(worker)
         ),
         *_discovery(config.discovery),
+        *_siblings(config),
+        *_envoy(config, document),
         *_without_effect(config, document),
     ]
 
@@ -96,6 +98,43 @@ def _discovery(discovery: DiscoveryConfig) -> Iterator[str]:
             yield from _refused(f"discovery.dns.names[{number}]", diallable_host, host)
 
 
+def _siblings(config: Config) -> Iterator[str]:
+    siblings = config.siblings
+    if siblings == SiblingsConfig():
+        return
+    if siblings.listen is None:
+        if config.processes == 1 or siblings != SiblingsConfig(snapshots=siblings.snapshots):
+            yield "siblings.listen: missing; without it the others would not hear of this router's load"
+        return
+    yield from _refused("siblings.listen", parse_bind_endpoint, siblings.listen)
+    for number, peer in enumerate(siblings.peers):
+        yield from _refused(f"siblings.peers[{number}]", parse_tcp_endpoint, peer)
+    if siblings.dns is not None:
+        yield from _refused("siblings.dns", diallable_host, siblings.dns)
+    if not siblings.peers and siblings.dns is None:
+        yield "siblings: name the other routers, by peers or dns"
+    if siblings.key is None:
+        yield "siblings.key: missing; whoever reaches the port could steer requests"
+
+
+def _envoy(config: Config, document: Mapping[object, object]) -> Iterator[str]:
+    envoy = config.envoy
+    asked = {"ext_authz": envoy.ext_authz, "ext_proc": envoy.ext_proc}
+    taken = {"listen": config.listen.port, "admin": config.admin.port}
+    for name, listen in asked.items():
+        if listen is None:
+            continue
+        for other, port in taken.items():
+            if listen.port == port != 0:
+                yield f"envoy.{name}.port: {port} is {other}.port as well; choose another"
+        if listen.port == 0 and config.processes > 1:
+            yield f"envoy.{name}.port: several processes share a port, so it must be a number, not 0"
+        taken[f"envoy.{name}"] = listen.port
+    if envoy.ext_authz is None and envoy.ext_proc is None:
+        for key in _given(document, "envoy").keys() - asked.keys():
+            yield f"envoy.{key}: has no effect without envoy.ext_authz or envoy.ext_proc"
+
+
 def _refused(key: str, check: Callable[[str], object], text: str) -> Iterator[str]:
     try:
         check(text)
@@ -114,8 +153,7 @@ def _without_effect(config: Config, document: Mapping[object, object]) -> Iterat
                 yield f"tokenizer.{key}: has no effect with tokenizer.mode {config.tokenizer.mode}"
     elif config.tokenizer.mode == "local" or config.tokenizer.verify_every == 0:
         why = "with tokenizer.mode local" if config.tokenizer.mode == "local" else "with tokenizer.verify_every 0"
-        compared = ("verify_every", "forward_ids", "log_text") if config.tokenizer.mode == "local" else COMPARED_ONLY
-        for key in compared:
+        for key in COMPARED_ONLY:
             if _given(document, "tokenizer").get(key):
                 yield f"tokenizer.{key}: has no effect {why}: nothing is compared"
     admission = config.admission

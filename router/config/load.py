@@ -25,6 +25,7 @@ class Overrides:
     host: str | None = None
     port: int | None = None
     admin_port: int | None = None
+    processes: int | None = None
 
 
 def load_config(
@@ -82,6 +83,8 @@ def _overridden(document: dict[object, object], overrides: Overrides) -> dict[ob
         current = result.get(section)
         if value is not None and (current is None or isinstance(current, dict)):
             result[section] = {**(current or {}), key: value}
+    if overrides.processes is not None:
+        result["processes"] = overrides.processes
     if overrides.workers:
         result["workers"] = [{"url": url} for url in overrides.workers]
         discovery = result.get("discovery")

@@ -12,6 +12,7 @@ from router.contract.url import WorkerUrl
 
 MAX_BLOCK_SIZE = 65536
 MAX_DP_SIZE = 4096
+MAX_PROCESSES = 64
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 ListenPort = Annotated[int, Meta(ge=0, le=65535)]
@@ -80,6 +81,7 @@ class WorkerConfig(Section, frozen=True):
     api_key: Secret | None = None
     model: Text | None = None
     role: Literal["plain", "prefill", "decode"] | None = None
+    group: Text | None = None
     max_inflight: Inflight | None = None
     kv_events: KvEventsConfig | None = None
 
@@ -124,6 +126,7 @@ class KubernetesConfig(Section, frozen=True):
     ip_family: IpFamily = "auto"
     model_label: Text = "kv-router/model"
     role_label: Text = "kv-router/role"
+    group_label: Text = "kv-router/group"
     relist_s: Annotated[float, Meta(ge=1, le=3600)] = 300.0
     api_key: Secret | None = None
     kv_events: KvEventsConfig | None = None
@@ -166,11 +169,21 @@ class PolicyConfig(Section, frozen=True):
     attention_tokens: Annotated[float, Meta(ge=100, le=1e12)] = 100_000.0
     age_rate_factor: Annotated[float, Meta(ge=0, le=2)] = 0.5
     same_speed: Annotated[float, Meta(ge=1, le=100)] = 1.5
+    consistent_tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.0
     prediction_ttl_s: Annotated[float, Meta(ge=0, le=600)] = 10.0
     prefill_tokens_per_s: Annotated[float, Meta(ge=1, le=10_000_000)] = 8000.0
     cpu_pinned_credit: Share = 0.8
     disk_credit: Share = 0.4
     external_credit: Share = 0.3
+
+
+class DisaggregationConfig(Section, frozen=True):
+    """Pairs of prefill and decode engines."""
+
+    meet_s: Seconds = 300.0
+    linger_s: SecondsOrZero = 30.0
+    plain_below_tokens: Annotated[int, Meta(ge=0, le=1_000_000_000)] = 256
+    handover_s: Annotated[float, Meta(ge=0, le=60)] = 0.02
 
 
 class FleetConfig(Section, frozen=True):
@@ -184,6 +197,33 @@ class FleetConfig(Section, frozen=True):
 class IndexConfig(Section, frozen=True):
     max_blocks: Annotated[int, Meta(ge=1024, le=1_000_000_000)] = 20_000_000
     max_blocks_per_rank: Annotated[int, Meta(ge=1024, le=1_000_000_000)] = 4_000_000
+
+
+class SiblingsConfig(Section, frozen=True):
+    """Other routers of the same fleet. Processes of one router find each other without it."""
+
+    listen: Text | None = None
+    peers: tuple[Text, ...] = ()
+    dns: Text | None = None
+    key: Secret | None = None
+    snapshots: bool = True
+
+
+class EnvoyListenConfig(Section, frozen=True):
+    """Where Envoy asks."""
+
+    port: ListenPort
+    host: Text = "127.0.0.1"
+    tls: TlsConfig | None = None
+
+
+class EnvoyConfig(Section, frozen=True):
+    """The router as Envoy's endpoint picker."""
+
+    ext_authz: EnvoyListenConfig | None = None
+    ext_proc: EnvoyListenConfig | None = None
+    fallbacks: Annotated[int, Meta(ge=0, le=16)] = 2
+    charge_limit_s: Annotated[float, Meta(ge=0, le=600)] = 30.0
 
 
 class LogConfig(Section, frozen=True):
@@ -202,6 +242,7 @@ class Config(Section, frozen=True):
     """The whole configuration, checked. `workers` holds every static worker, each with a distinct URL."""
 
     listen: ListenConfig = ListenConfig()
+    processes: Annotated[int, Meta(ge=1, le=MAX_PROCESSES)] = 1
     admin: AdminConfig = AdminConfig()
     workers: tuple[WorkerConfig, ...] = ()
     worker_api_key: Secret | None = None
@@ -213,18 +254,29 @@ class Config(Section, frozen=True):
     discovery: DiscoveryConfig = DiscoveryConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     policy: PolicyConfig = PolicyConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
     fleet: FleetConfig = FleetConfig()
     index: IndexConfig = IndexConfig()
+    siblings: SiblingsConfig = SiblingsConfig()
+    envoy: EnvoyConfig = EnvoyConfig()
     log: LogConfig = LogConfig()
     traces: TracesConfig = TracesConfig()
 
     def warnings(self) -> tuple[str, ...]:
         """What is allowed but should be seen in the log at start."""
+        found = []
         if self.admin.key is None and self.admin.host not in LOOPBACK_HOSTS:
-            return (
-                f"admin.host {self.admin.host} is reachable from other machines and admin.key is not set (case 101)",
+            found.append(
+                f"admin.host {self.admin.host} is reachable from other machines and admin.key is not set (case 101)"
             )
-        return ()
+        keyed = self.worker_api_key is not None or any(worker.api_key is not None for worker in self.workers)
+        for name, listen in (("ext_authz", self.envoy.ext_authz), ("ext_proc", self.envoy.ext_proc)):
+            if keyed and listen is not None and listen.host not in LOOPBACK_HOSTS:
+                found.append(
+                    f"envoy.{name}.host {listen.host} is reachable from other machines, and whoever asks there is told "
+                    "workers' keys: let only Envoy reach it"
+                )
+        return tuple(found)
 
     def masked(self) -> dict[str, object]:
         """Plain JSON-able values with every secret masked, for `GET /config`."""

@@ -37,6 +37,8 @@ class AccessLine(msgspec.Struct, omit_defaults=True):
     model: str | None = None
     worker: str | None = None
     rank: int | None = None
+    decode_worker: str | None = None
+    decode_rank: int | None = None
     attempts: int = 0
     reason: str | None = None
     ids: str | None = None
@@ -120,6 +122,9 @@ def access_line(ts: float, record: RequestRecord, placed: Placed | None) -> Acce
         chosen = placed.decision.chosen
         line.model = placed.model
         line.rank = chosen.target.number
+        if placed.decode is not None:
+            line.decode_worker = placed.decode.worker.url.text
+            line.decode_rank = placed.decode.number
         line.reason = placed.decision.reason
         line.ids = placed.ids_source
         line.prompt_tokens = placed.prompt_tokens

@@ -22,6 +22,7 @@ from router.observe.history import FIELDS, STEP_S, History, Point
 from router.observe.page import load_page
 from router.observe.requests import Placed, Requests
 from router.observe.tally import Tally
+from router.observe.viewers import Viewers
 from router.observe.views import (
     CANDIDATE_FIELDS,
     RANK_FIELDS,
@@ -35,9 +36,6 @@ from router.policy.decide import REASONS
 log = logging.getLogger("router.admin")
 
 TICK_S = 1.0
-MAX_VIEWERS = 32
-VIEWER_QUEUE = 4
-"""Messages a slow viewer may be behind; what comes on top it never sees."""
 MAX_NEW_DECISIONS = 6
 """A second: a person reads no more."""
 FIRST_DECISIONS = 30
@@ -68,7 +66,7 @@ class LivePage:
         self._wall_clock = wall_clock
         self._started_s = wall_clock()
         self._history = History()
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._viewers = Viewers()
         self._shown = 0
         self._unfinished: dict[int, Placed] = {}
         self._task: asyncio.Task[None] | None = None
@@ -83,10 +81,7 @@ class LivePage:
         self._task = asyncio.create_task(self._run(), name="live page")
 
     async def close(self) -> None:
-        for viewer in self._viewers:
-            while viewer.full():
-                viewer.get_nowait()
-            viewer.put_nowait(None)
+        self._viewers.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -103,7 +98,7 @@ class LivePage:
                     sampled_s = self._clock()
                     point = self._sample()
                 if self._viewers:
-                    self._publish("tick", await self._tick(point))
+                    self._viewers.publish("tick", await self._tick(point))
                 else:
                     self._shown = self._requests.last_number
                     self._unfinished.clear()
@@ -168,35 +163,13 @@ class LivePage:
         for number in [number for number in self._unfinished if number < oldest]:
             del self._unfinished[number]
 
-    def _publish(self, event: str, message: dict[str, Any]) -> None:
-        data = _event(event, message)
-        for viewer in self._viewers:
-            if not viewer.full():
-                viewer.put_nowait(data)
-
     # ---- handlers
 
     async def _document(self, request: web.Request) -> web.Response:
         return web.Response(body=self._page.body, headers=self._page.headers)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        if len(self._viewers) >= MAX_VIEWERS:
-            raise web.HTTPServiceUnavailable(text=f"{MAX_VIEWERS} pages are open already; close one")
-        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(VIEWER_QUEUE)
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        )
-        await response.prepare(request)
-        self._viewers.add(viewer)
-        try:
-            await response.write(_event("hello", await self._hello()))
-            while (data := await viewer.get()) is not None:
-                await response.write(data)
-        except ConnectionError:
-            pass  # the page was closed
-        finally:
-            self._viewers.discard(viewer)
-        return response
+        return await self._viewers.stream(request, self._hello)
 
     async def _worker(self, request: web.Request) -> web.Response:
         url = request.query.get("url", "")
@@ -204,7 +177,3 @@ class LivePage:
             if worker.url.text == url:
                 return web.Response(body=msgspec.json.encode(worker.describe()), content_type="application/json")
         raise RouterError("not_found", f"no worker {url[:200]!r}; GET /workers lists them")
-
-
-def _event(name: str, message: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(message, enc_hook=str))

@@ -1,9 +1,9 @@
 """Every metric of the router, named in this one place.
 
-Two kinds. Counters and histograms on the request path are prometheus_client objects whose children are kept (a cached
-child costs 0.3 µs, `.labels()` 1.4). Gauges per worker or rank are read from the fleet when a scrape comes; what the
-event streams count comes through FleetObserver. The series of a removed worker end with it (public case 98). Labels
-come from closed sets (routes, outcomes, reasons) or from the fleet, never from a client (cases 96 and 97).
+Two kinds. Counters and histograms are router.observe.counters', cheap enough for the request path. Gauges per worker or
+rank are read from the fleet when a scrape comes; what the event streams count comes through FleetObserver. The series
+of a removed worker end with it (public case 98). Labels come from closed sets (routes, outcomes, reasons) or from the
+fleet, never from a client (cases 96 and 97).
 """
 
 from __future__ import annotations
@@ -11,51 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router import __version__
+from router.observe.counters import Children, Counter, HistogramChildren
 from router.observe.tally import Tally
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60)
 DECISION_BUCKETS = (2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5)
+ROLES = ("plain", "prefill", "decode")
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
-
-
-class Children:
-    """A labelled counter's children, kept by their label values. Only for label values from closed sets."""
-
-    def __init__(self, metric: Counter) -> None:
-        self._metric = metric
-        self._children: dict[tuple[str, ...], Counter] = {}
-
-    def inc(self, *values: str, by: float = 1) -> None:
-        child = self._children.get(values)
-        if child is None:
-            child = self._children[values] = self._metric.labels(*values)
-        child.inc(by)
-
-    def remove(self, *leading: str) -> None:
-        """Ends every series whose label values begin with `leading`."""
-        for values in [v for v in self._children if v[: len(leading)] == leading]:
-            del self._children[values]
-            self._metric.remove(*values)
-
-
-class HistogramChildren:
-    """As Children, for histograms."""
-
-    def __init__(self, metric: Histogram) -> None:
-        self._metric = metric
-        self._children: dict[tuple[str, ...], Histogram] = {}
-
-    def observe(self, seconds: float, *values: str) -> None:
-        child = self._children.get(values)
-        if child is None:
-            child = self._children[values] = self._metric.labels(*values)
-        child.observe(seconds)
 
 
 @dataclass(slots=True)
@@ -82,6 +50,7 @@ class WorkerSample:
     drift: Sequence[str]
     capacity_blocks: int | None
     breaker_open: bool
+    role: str
     ranks: Sequence[RankSample]
 
 
@@ -124,6 +93,10 @@ class _FleetCollector(Collector):
             "kv_router_index_capacity_blocks", "KV blocks one rank of the worker has on its GPU", labels=worker
         )
         ready = GaugeMetricFamily("kv_router_ready_workers", "workers that requests may be sent to")
+        roles = GaugeMetricFamily(
+            "kv_router_worker_role", "1 for what the worker's engine serves", labels=[*worker, "role"]
+        )
+        pool = GaugeMetricFamily("kv_router_ready_role_workers", "workers of a role that are ready", labels=["role"])
         queued = GaugeMetricFamily(
             "kv_router_rank_queued_tokens", "uncached prompt tokens before their first byte", labels=rank
         )
@@ -132,11 +105,14 @@ class _FleetCollector(Collector):
         )
         counted = [CounterMetricFamily(f"kv_router_rank_{name}", text, labels=rank) for name, text in _RANK_COUNTERS]
         ready.add_metric([], sum(w.up for w in self._workers))
+        for role in ROLES:
+            pool.add_metric([role], sum(w.up and w.role == role for w in self._workers))
         for w in self._workers:
             up.add_metric([w.worker], 1 if w.up else 0)
             if w.capacity_blocks is not None:
                 capacity.add_metric([w.worker], w.capacity_blocks)
             breaker.add_metric([w.worker], 1 if w.breaker_open else 0)
+            roles.add_metric([w.worker, w.role], 1)
             for kind in self._drift_kinds:
                 drift.add_metric([w.worker, kind], 1 if kind in w.drift else 0)
             for r in w.ranks:
@@ -152,7 +128,22 @@ class _FleetCollector(Collector):
                     speed.add_metric(at, r.prefill_tokens_per_s)
                 for family, (name, _) in zip(counted, _RANK_COUNTERS, strict=True):
                     family.add_metric(at, getattr(r.tally, name))
-        yield from (up, ready, breaker, drift, state, blocks, capacity, requests, tokens, queued, speed, *counted)
+        yield from (
+            up,
+            ready,
+            roles,
+            pool,
+            breaker,
+            drift,
+            state,
+            blocks,
+            capacity,
+            requests,
+            tokens,
+            queued,
+            speed,
+            *counted,
+        )
 
 
 class Metrics:
@@ -164,34 +155,52 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         at = self.registry
-        self.requests = Children(Counter("kv_router_requests", "finished requests", ["route", "outcome"], registry=at))
+        self.requests = Children("kv_router_requests", "finished requests", ["route", "outcome"], registry=at)
         self.request_seconds = HistogramChildren(
-            Histogram("kv_router_request_seconds", "head to last byte", ["route"], registry=at, buckets=SECONDS_BUCKETS)
+            "kv_router_request_seconds", "head to last byte", ["route"], registry=at, buckets=SECONDS_BUCKETS
         )
         self.ttft_seconds = HistogramChildren(
-            Histogram("kv_router_ttft_seconds", "head to first body byte", ["route"], registry=at, buckets=TTFT_BUCKETS)
+            "kv_router_ttft_seconds", "head to first body byte", ["route"], registry=at, buckets=TTFT_BUCKETS
         )
-        self.decision_seconds = Histogram(
-            "kv_router_decision_seconds", "matching and choosing", registry=at, buckets=DECISION_BUCKETS
+        self.decision_seconds = HistogramChildren(
+            "kv_router_decision_seconds", "matching and choosing", (), registry=at, buckets=DECISION_BUCKETS
         )
-        self.decisions = Children(Counter("kv_router_decisions", "placements by reason", ["reason"], registry=at))
+        self.decisions = Children("kv_router_decisions", "placements by reason", ["reason"], registry=at)
         self.prompts = Children(
-            Counter("kv_router_prompts", "where a prompt's token ids came from", ["source", "reason"], registry=at)
+            "kv_router_prompts", "where a prompt's token ids came from", ["source", "reason"], registry=at
+        )
+        self.pairs = Children("kv_router_pairs", "prefill/decode pairs by how they ended", ["outcome"], registry=at)
+        self.prefill_legs = Gauge(
+            "kv_router_prefill_legs", "requests on prefill engines, of clients that left too", registry=at
+        )
+        self.pair_prefill_seconds = HistogramChildren(
+            "kv_router_pair_prefill_seconds",
+            "placement to the prefill engine's answer",
+            (),
+            registry=at,
+            buckets=TTFT_BUCKETS,
+        )
+        self.pair_handover_seconds = HistogramChildren(
+            "kv_router_pair_handover_seconds",
+            "prefill engine's answer to the decode engine's first byte",
+            (),
+            registry=at,
+            buckets=TTFT_BUCKETS,
         )
         self.waiting_requests = Gauge("kv_router_waiting_requests", "requests that wait for room", registry=at)
-        self.queue_wait_seconds = Histogram(
-            "kv_router_queue_wait_seconds", "wait for room on a worker", registry=at, buckets=TTFT_BUCKETS
+        self.queue_wait_seconds = HistogramChildren(
+            "kv_router_queue_wait_seconds", "wait for room on a worker", (), registry=at, buckets=TTFT_BUCKETS
         )
         self.buffered_body_bytes = Gauge("kv_router_buffered_body_bytes", "request bodies held", registry=at)
         self.prompt_checks = Children(
-            Counter("kv_router_prompt_checks", "prompts compared with the engine's tokenizer", ["outcome"], registry=at)
+            "kv_router_prompt_checks", "prompts made twice and compared", ["outcome"], registry=at
         )
         self.forwarded_prompts = Counter("kv_router_forwarded_prompts", "chats sent with their ids", registry=at)
         self.uncredited_prompts = Counter(
             "kv_router_uncredited_prompts", "prompts whose cache namespace cannot be told from the stream", registry=at
         )
         self.prompt_cache_tokens = Children(
-            Counter("kv_router_prompt_cache_tokens", "tokens kept from earlier turns, or made", ["result"], registry=at)
+            "kv_router_prompt_cache_tokens", "tokens kept from earlier turns, or made", ["result"], registry=at
         )
         self.prompt_cache_bytes = Gauge("kv_router_prompt_cache_bytes", "kept of earlier turns", registry=at)
         self.prompt_tokens = Counter("kv_router_prompt_tokens", "prompt tokens placed", registry=at)
@@ -211,15 +220,24 @@ class Metrics:
             "kv_router_reported_cached_tokens", "cached tokens as engines reported them", registry=at
         )
         self.prediction_error_tokens = Children(
-            Counter(
-                "kv_router_prediction_error_tokens", "predicted minus reported, by sign", ["direction"], registry=at
-            )
+            "kv_router_prediction_error_tokens", "predicted minus reported, by sign", ["direction"], registry=at
         )
         self.access_lines_dropped = Counter(
             "kv_router_access_lines_dropped", "access log lines nobody read in time", registry=at
         )
-        self.event_lag_seconds = Histogram(
-            "kv_router_event_lag_seconds", "from the engine's timestamp to applied", registry=at, buckets=LAG_BUCKETS
+        self.siblings = Gauge("kv_router_siblings", "other routers heard lately", registry=at)
+        self.sibling_frames = Children(
+            "kv_router_sibling_frames", "load messages between routers", ["outcome"], registry=at
+        )
+        self.snapshots = Children(
+            "kv_router_snapshots", "a rank's blocks told to a sibling, or learnt", ["outcome"], registry=at
+        )
+        self.event_lag_seconds = HistogramChildren(
+            "kv_router_event_lag_seconds",
+            "from the engine's timestamp to applied",
+            (),
+            registry=at,
+            buckets=LAG_BUCKETS,
         )
 
         self.totals = Tally()
@@ -228,18 +246,18 @@ class Metrics:
         info.labels(__version__).set(1)
 
         rank = ["worker", "rank"]
-        self._events = Children(Counter("kv_router_events", "KV events by type", [*rank, "type"], registry=at))
+        self._events = Children("kv_router_events", "KV events by type", [*rank, "type"], registry=at)
         self._batches_lost = Children(
-            Counter("kv_router_event_batches_lost", "batches neither stream nor replay delivered", rank, registry=at)
+            "kv_router_event_batches_lost", "batches neither stream nor replay delivered", rank, registry=at
         )
         self._rejected = Children(
-            Counter("kv_router_event_messages_rejected", "unusable stream messages", [*rank, "kind"], registry=at)
+            "kv_router_event_messages_rejected", "unusable stream messages", [*rank, "kind"], registry=at
         )
         self._gaps = Counter("kv_router_event_gaps", "holes in a rank's sequence", registry=at)
         self._restarts = Counter("kv_router_stream_restarts", "publishers that started again", registry=at)
         source = ["source"]
         self._discovery_failures = Children(
-            Counter("kv_router_discovery_failures", "times a source could not be read", source, registry=at)
+            "kv_router_discovery_failures", "times a source could not be read", source, registry=at
         )
         self._discovery_synced = Gauge(
             "kv_router_discovery_synced_timestamp_seconds", "when the source was last in step", source, registry=at
@@ -247,7 +265,7 @@ class Metrics:
         self._discovery_workers = Gauge(
             "kv_router_discovery_workers", "workers in the fleet by discovery", source, registry=at
         )
-        self._replays = Children(Counter("kv_router_replays", "replays by outcome", ["outcome"], registry=at))
+        self._replays = Children("kv_router_replays", "replays by outcome", ["outcome"], registry=at)
 
     def worker_state(self, worker: str, state: str) -> None:
         """Read at scrape time."""

@@ -36,6 +36,8 @@ class Placed:
     ids_reason: str
     prompt_tokens: int
     decision: Decision[Rank]
+    decode: Rank | None = None
+    """The second half of a pair."""
     record: RequestRecord | None = None
     retried: bool = False
     """Another worker was tried afterwards: `record` is that one's."""
@@ -76,11 +78,14 @@ class Requests:
         ids_reason: str,
         prompt_tokens: int,
         decision: Decision[Rank],
+        decode: Rank | None = None,
     ) -> Placed:
         """`at_s`: monotonic. A second placement of the same request is its retry."""
         self.last_number += 1
         name = model if model is None or len(model) <= MAX_NAME else model[:MAX_NAME]
-        one = Placed(self.last_number, at_s, request_id, route, name, ids_source, ids_reason, prompt_tokens, decision)
+        one = Placed(
+            self.last_number, at_s, request_id, route, name, ids_source, ids_reason, prompt_tokens, decision, decode
+        )
         before = self._running.get(request_id)
         if before is not None:
             before.retried = True

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, sent to a collector by OTLP over HTTP. An extra: `pip install 'kv-router[otel]'`.
+"""OpenTelemetry spans of requests, sent to a collector by OTLP over HTTP. An extra: `pip install '.[otel]'`.
 
 Without it (the default) W3C trace headers pass through the router unchanged. With it a request is a server span, child
 of the client's, and the worker gets that span as its parent.
@@ -41,7 +41,7 @@ class Traces:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError:
             raise ConfigError(
-                "traces.endpoint: OpenTelemetry is not installed; pip install 'kv-router[otel]'"
+                "traces.endpoint: OpenTelemetry is not installed; in a clone of the repository: pip install '.[otel]'"
             ) from None
         resource = Resource.create({"service.name": service_name, "service.version": __version__})
         self._provider = TracerProvider(
@@ -106,6 +106,8 @@ def _attributes(record: RequestRecord, placed: Placed | None) -> dict[str, Any]:
             "gen_ai.request.model": placed.model,
             "kv_router.rank": chosen.target.number,
             "kv_router.reason": placed.decision.reason,
+            "kv_router.decode_worker": placed.decode.worker.url.text if placed.decode is not None else None,
+            "kv_router.decode_rank": placed.decode.number if placed.decode is not None else None,
             "kv_router.ids": placed.ids_source,
             "kv_router.prompt_tokens": placed.prompt_tokens,
             "kv_router.cached_tokens.predicted": chosen.cached_by_tier[3],

@@ -116,6 +116,7 @@ def decision_view(placed: Placed, now_s: float) -> dict[str, Any]:
         "prompt_tokens": placed.prompt_tokens,
         "worker": rank.worker.url.text,
         "rank": rank.number,
+        **({"decode": [placed.decode.worker.url.text, placed.decode.number]} if placed.decode is not None else {}),
         "reason": decision.reason,
         "cached": chosen.cached_by_tier[3],
         "predicted": chosen.predicted_tokens,

@@ -8,7 +8,7 @@ from router.observe.tally import Tally
 
 def worker(name: str = "http://a:1", *, up: bool = True, **tally: int) -> WorkerSample:
     rank = RankSample(0, "live", {"GPU": 7}, 2, 300, 120.0, 8000.0, Tally(**tally))
-    return WorkerSample(name, up, ("hash",), 31, False, [rank])
+    return WorkerSample(name, up, ("hash",), 31, False, "plain", [rank])
 
 
 def page(metrics: Metrics, *workers: WorkerSample) -> list[str]:

@@ -35,6 +35,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ dig "listen" "port" 8080 .Values.config }}
 {{- end }}
 
+{{- define "kv-router.siblingsPort" -}}
+{{ dig "siblings" "listen" "" .Values.config | default "" | splitList ":" | last }}
+{{- end }}
+
+{{/* Port name to number, as YAML, of what Envoy may ask. */}}
+{{- define "kv-router.envoyPorts" -}}
+{{- range $name := list "ext_authz" "ext_proc" }}
+{{- with dig "envoy" $name nil $.Values.config }}
+{{ $name | replace "_" "-" }}: {{ .port }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "kv-router.scheme" -}}
 {{ ternary "HTTPS" "HTTP" (not (empty (dig "listen" "tls" nil .Values.config))) }}
 {{- end }}
