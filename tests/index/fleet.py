@@ -26,6 +26,7 @@ class Report:
 
     rank: ModelRank
     routed: Routed | None
+    prompt_tokens: int
     cached_tokens: int
 
 
@@ -69,7 +70,7 @@ class ModelRank:
         whole = ids + output
         self._insert(prompt_keys(SGLANG, whole) or [], whole)
         self.publish()
-        return Report(self, routed, cached * WIDTH if may_report else 0)
+        return Report(self, routed, token_count(ids), cached * WIDTH if may_report else 0)
 
     def _insert(self, keys: list[int], ids: TokenIds) -> None:
         found = self.cache.match(PLAIN, keys)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.contract.events import Tier
@@ -14,7 +14,7 @@ from router.hashing import Namespace, Scheme, pack_ids, prompt_keys
 from router.index import vouch
 from router.index.prefix import PrefixIndex
 from router.index.vouch import Chains, Voucher
-from tests.index.fleet import ModelFleet, deliver
+from tests.index.fleet import WIDTH, ModelFleet, deliver
 from tests.index.streams import CHAIN, CLEARED, HASHES, Worker, hashes_of, other_store, removed, store
 
 TAIL = [7, 7, 7, 7]
@@ -293,6 +293,7 @@ def test_a_full_index_ends_the_vouching_until_the_next_clear() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(10, 60), st.integers(0, 40))
+@example(12540, 2, 10, 5)
 @settings(max_examples=150, deadline=None)
 def test_credit_is_never_above_the_truth_and_equals_it_after_one_request(
     seed: int, ranks: int, capacity: int, joins_at: int
@@ -315,7 +316,10 @@ def test_credit_is_never_above_the_truth_and_equals_it_after_one_request(
         if rng.random() < 0.5:
             deliver(report)
             prompt = fleet.prompt(number)
-            assert rank.credit(prompt) == rank.truth(prompt)
+            credit = rank.credit(prompt)
+            # A last token is always computed, so a report never tells of a block that ends with the prompt.
+            untold = report.prompt_tokens % WIDTH == 0 and credit == report.prompt_tokens // WIDTH - 1
+            assert credit == rank.truth(prompt) or untold
         else:
             under_way.append(report)
         if under_way and rng.random() < 0.3:
