@@ -176,6 +176,7 @@ class RoutingCore:
             for each in (plan, *plan.others):
                 for _ in each.keys.steps(self._schemes(model)):
                     await asyncio.sleep(0)
+            await asyncio.sleep(0)  # placing it takes a turn of its own
         return plan
 
     async def _for_all(self, plan: RequestPlan, kinds: Mapping[Rules, ModelFacts]) -> RequestPlan:

@@ -24,6 +24,7 @@ from router.proxy.usage import UsageTap
 log = logging.getLogger("router.proxy")
 
 MAX_CONNECT_TRIES = 3
+LARGE_BODY_BYTES = 512 << 10
 CLIENT_CLOSED_STATUS = 499
 """nginx's status for a client that left before its answer began; it never goes on the wire."""
 
@@ -257,6 +258,8 @@ class Forwarder(Generic[P]):
         try:
             if pair is not None:
                 return await self._pairs.send(pair, incoming)
+            if len(placement.body) > LARGE_BODY_BYTES:
+                await asyncio.sleep(0)  # handing megabytes to the kernel takes a turn of its own
             fields = for_worker(incoming.kept, incoming.request_id, placement.authorization, placement.headers)
             return await self._upstream.send(placement.url, b"POST", incoming.target, fields, placement.body)
         except UpstreamError as error:
