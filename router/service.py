@@ -43,6 +43,7 @@ from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
 from router.siblings.exchange import Exchange, Meeting, meeting_of
 from router.stream.sockets import new_context
+from router.tls import server_context
 
 if TYPE_CHECKING:
     from router.envoy.pickers import EnvoyPickers
@@ -327,18 +328,6 @@ def _worker_tls(config: Config) -> ssl.SSLContext | None:
         raise ConfigError(f"worker_tls.ca: cannot load certificates from {ca}: {error}") from None
 
 
-def _listener_tls(config: Config) -> ssl.SSLContext | None:
-    tls = config.listen.tls
-    if tls is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"listen.tls: cannot load {tls.cert} with {tls.key}: {error}") from None
-    return context
-
-
 def _access_log(metrics: Metrics, role: Role | None) -> AccessLog:
     dropped = metrics.access_lines_dropped.inc
     return AccessLog(dropped=dropped) if role is None else AccessLog(dropped=dropped, write=write_locked(role))
@@ -355,7 +344,7 @@ def _listener_options(config: Config, role: Role | None) -> ListenerOptions:
         api_keys=tuple(key.reveal() for key in config.api_keys),
         forward_authorization=config.forward_authorization,
         metrics=config.listen.metrics,
-        tls=_listener_tls(config),
+        tls=server_context("listen.tls", config.listen.tls),
         queue=QueueOptions(config.admission.max_waiting, config.admission.wait_s),
         priority_header=config.admission.priority_header,
     )

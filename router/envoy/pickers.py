@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from router.proxy.queue import NOBODY_WAITS
 from router.proxy.request import BodyBudget
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient
+from router.tls import server_context
 
 if TYPE_CHECKING:
     from router.envoy.extproc import ExtProcServer
@@ -63,7 +63,7 @@ class EnvoyPickers:
                     options,
                     host=config.ext_authz.host,
                     port=config.ext_authz.port,
-                    tls=_tls("ext_authz", config.ext_authz),
+                    tls=server_context("envoy.ext_authz.tls", config.ext_authz.tls),
                     queue=NOBODY_WAITS,
                     own_routes=False,
                 ),
@@ -123,7 +123,8 @@ def _ext_proc(
         from router.envoy.extproc import ExtProcOptions, ExtProcServer
     except ImportError as error:
         raise ConfigError(f"envoy.ext_proc needs pip install '.[envoy]': {error}") from None
-    _tls("ext_proc", listen)  # gRPC would take a pair that does not fit, and fail every connection
+    # gRPC would take a pair that does not fit, and fail every connection.
+    server_context("envoy.ext_proc.tls", listen.tls)
 
     def report(record: RequestRecord) -> None:
         try:
@@ -142,14 +143,3 @@ def _ext_proc(
         reuse_port=options.reuse_port,
     )
     return ExtProcServer(picker, bodies, made, ready=core.ready, report=report)
-
-
-def _tls(name: str, listen: EnvoyListenConfig) -> ssl.SSLContext | None:
-    if listen.tls is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(listen.tls.cert, listen.tls.key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"envoy.{name}.tls: cannot load {listen.tls.cert} with {listen.tls.key}: {error}") from None
-    return context
