@@ -8,6 +8,7 @@ import random
 import ssl
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -299,23 +300,33 @@ class Service:
         self._admin.config = config
 
     async def stop(self, grace_s: float) -> None:
-        """Lets running requests finish for `grace_s`, then closes every socket and task."""
-        await self.close_listeners(grace_s)
-        await self._live.close()
-        await asyncio.to_thread(self._close_sinks)
-        await self._admin_runner.cleanup()
-        await self._discovery.close()
-        if self._exchange is not None:
-            await self._exchange.close()
-        await self.fleet.close()
+        """Lets running requests finish for `grace_s`, then closes every socket and task. A step that fails is logged
+        and keeps none of the others from being taken."""
+        steps: list[Callable[[], Awaitable[object]]] = [
+            lambda: self.close_listeners(grace_s),
+            self._live.close,
+            lambda: asyncio.to_thread(self._close_sinks),
+            self._admin_runner.cleanup,
+            self._discovery.close,
+            *([] if self._exchange is None else [self._exchange.close]),
+            self.fleet.close,
+            self._stop_loading,
+            self._prompts.close,
+            self._ask.close,
+            self._upstream.close,
+            self._session.close,
+        ]
+        for step in steps:
+            try:
+                await step()
+            except Exception:
+                log.exception("stopping: one step failed, the others follow")
+        self._context.destroy(linger=0)
+
+    async def _stop_loading(self) -> None:
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)
-        await self._prompts.close()
-        await self._ask.close()
-        await self._upstream.close()
-        await self._session.close()
-        self._context.destroy(linger=0)
 
 
 def _worker_tls(config: Config) -> ssl.SSLContext | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from router.config import Overrides
+from router.config.load import build_config
+from router.service import Service
 from tests.support.process import RouterProcess, fetch, is_up, process, wait_until
 
 SERVE = [sys.executable, "-m", "router", "serve", "--config"]
@@ -130,3 +134,21 @@ def test_a_worker_given_on_the_command_line_is_enough(log: Path) -> None:
     with process([*command, "--port", "0", "--admin-port", "0"], log, PYTHONPATH=os.getcwd()):
         router = announced(log)
         assert [worker["url"] for worker in fetch(f"{router.admin}/workers")["workers"]] == ["http://127.0.0.1:9"]
+
+
+async def test_a_step_of_stopping_that_fails_keeps_none_of_the_others_from_being_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(build_config(settings(), Overrides(), {}, Path()))
+    await service.start()
+    port = service.listener.port
+
+    async def fails() -> None:
+        raise RuntimeError("a discovery that cannot be closed")
+
+    monkeypatch.setattr(service._discovery, "close", fails)
+    await service.stop(0.0)
+    assert service._session.closed
+    assert service._context.closed
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", port)
