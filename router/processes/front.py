@@ -31,6 +31,8 @@ MAX_CHANGES = 10_000
 """Workers whose addition or removal by hand is remembered."""
 LONGEST_ANSWER_S = 630.0
 """Over what the fan-out to engines may take."""
+READ_TIMEOUT_S = 2.0
+"""Of a process that hangs: a probe or a person waits no longer to hear what the others say."""
 METRICS_TIMEOUT_S = 5.0
 """One process that hangs must not cost a scraper the page of all: under Prometheus's 10 s."""
 PASSED_ON = ("Content-Type", "x-kv-router-error", "Allow")
@@ -102,7 +104,7 @@ class Front:
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def _workers(self, request: web.Request) -> web.Response:
-        answers = await self._ask_all("GET", "/workers")
+        answers = await self._ask_all("GET", "/workers", timeout_s=READ_TIMEOUT_S)
         views = [(process.number, msgspec.json.decode(answer.body)) for process, answer in answers if answer.ok]
         told = {number: view["process"] for number, view in views}
         processes = [{**process, **told.get(process["process"], {})} for process in self._described()]
@@ -115,7 +117,7 @@ class Front:
 
     async def _worker(self, request: web.Request) -> web.Response:
         url = request.query.get("url", "")
-        answers = await self._ask_all("GET", "/workers")
+        answers = await self._ask_all("GET", "/workers", timeout_s=READ_TIMEOUT_S)
         views = [(process.number, msgspec.json.decode(answer.body)) for process, answer in answers if answer.ok]
         for worker in merge_workers(views):
             if worker["url"] == url:
@@ -210,7 +212,7 @@ class Front:
         return await self._ask(self._processes, method, target, body, content_type, timeout_s)
 
     async def _ask_serving(self, method: str, target: str) -> list[tuple[ServingProcess, Answer]]:
-        return await self._ask(self._serving(), method, target, None, None, ASK_TIMEOUT_S)
+        return await self._ask(self._serving(), method, target, None, None, READ_TIMEOUT_S)
 
     def _serving(self) -> list[ServingProcess]:
         return [process for process in self._processes if process.state == "serving"]

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import yaml
 
+from router.processes.front import READ_TIMEOUT_S
 from tests.support.process import RouterProcess, fetch, free_ports, is_up, process, wait_until
 
 COUNT = 2
@@ -190,6 +191,17 @@ def test_what_was_changed_by_hand_holds_in_a_process_that_is_started_again(runni
     workers = router.workers()
     assert [worker["url"] for worker in workers] == [added]
     assert "only in" not in workers[0]["reason"]
+
+
+def test_a_process_that_hangs_keeps_nobody_waiting_for_what_the_other_says(running: Running) -> None:
+    hanging = running.pids()[0]
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        for path in ("/workers", "/ready"):
+            with urllib.request.urlopen(running.router.admin + path, timeout=READ_TIMEOUT_S + 2) as answer:
+                assert answer.status == 200
+    finally:
+        os.kill(hanging, signal.SIGCONT)
 
 
 def test_sigterm_ends_all_and_leaves_nothing_behind(running: Running) -> None:
