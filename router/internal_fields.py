@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from router.errors import RouterError
 from router.fleet.worker import Worker
-from router.prompt.body import ABSENT, RequestBody, present
+from router.prompt.body import RequestBody, present
+from router.prompt.fields import ABSENT
 
 RANK_HEADER = "x-data-parallel-rank"
 RANK_FIELDS = frozenset({"routed_dp_rank", "data_parallel_rank"})
@@ -29,6 +30,8 @@ MAX_RANK_DIGITS = 6
 
 def refuse_internal(request: RequestBody) -> None:
     """Raises RouterError("bad_request") when the client's body holds an internal field."""
+    if request.usual:
+        return
     fields = request.fields
     for name in INTERNAL_FIELDS:
         value = getattr(fields, name)

@@ -4,108 +4,111 @@ from __future__ import annotations
 
 import codecs
 import json
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
 from router.errors import RouterError
 from router.prompt import large
+from router.prompt.fields import ABSENT as ABSENT
+from router.prompt.fields import Fields as Fields
+from router.prompt.fields import SamplingParams, StreamOptions, Usual, decode_fields, decode_usual, has_seldom
+
+CHAT = "/v1/chat/completions"
+GENERATE = "/generate"
 
 # More than any engine runs for one request; they keep a hostile number from overflowing a cost.
 MAX_COPIES = 4096
 MAX_NEW_TOKENS = 2**31
 
-ABSENT = msgspec.Raw()
+IN_ONE_GO_BYTES = 65_536
+"""A longer chat body's messages are decoded by the thread that tokenises them."""
+_NOTHING_ODD: frozenset[str] = frozenset()
 
 _Value = TypeVar("_Value")
 
 
-class Fields(msgspec.Struct, gc=False):
-    """Known top-level keys as raw JSON, ABSENT where the key is not there; a repeated key keeps its last value."""
-
-    model: msgspec.Raw = ABSENT
-    stream: msgspec.Raw = ABSENT
-    stream_options: msgspec.Raw = ABSENT
-    n: msgspec.Raw = ABSENT
-    max_tokens: msgspec.Raw = ABSENT
-    max_completion_tokens: msgspec.Raw = ABSENT
-    sampling_params: msgspec.Raw = ABSENT
-    cache_salt: msgspec.Raw = ABSENT
-    extra_key: msgspec.Raw = ABSENT
-    lora_path: msgspec.Raw = ABSENT
-    rid: msgspec.Raw = ABSENT
-    session_id: msgspec.Raw = ABSENT
-    routed_dp_rank: msgspec.Raw = ABSENT
-    data_parallel_rank: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
-    text: msgspec.Raw = ABSENT
-    input_ids: msgspec.Raw = ABSENT
-    input_embeds: msgspec.Raw = ABSENT
-    image_data: msgspec.Raw = ABSENT
-    video_data: msgspec.Raw = ABSENT
-    audio_data: msgspec.Raw = ABSENT
-    messages: msgspec.Raw = ABSENT
-    tools: msgspec.Raw = ABSENT
-    tool_choice: msgspec.Raw = ABSENT
-    chat_template: msgspec.Raw = ABSENT
-    chat_template_kwargs: msgspec.Raw = ABSENT
-    reasoning: msgspec.Raw = ABSENT
-    reasoning_effort: msgspec.Raw = ABSENT
-    continue_final_message: msgspec.Raw = ABSENT
-    add_generation_prompt: msgspec.Raw = ABSENT
-    add_special_tokens: msgspec.Raw = ABSENT
-    documents: msgspec.Raw = ABSENT
-    system: msgspec.Raw = ABSENT
-    thinking: msgspec.Raw = ABSENT
-    output_config: msgspec.Raw = ABSENT
-    input: msgspec.Raw = ABSENT
-    instructions: msgspec.Raw = ABSENT
-    previous_response_id: msgspec.Raw = ABSENT
-    response_format: msgspec.Raw = ABSENT
-    logprobs: msgspec.Raw = ABSENT
-    bootstrap_host: msgspec.Raw = ABSENT
-    bootstrap_port: msgspec.Raw = ABSENT
-    bootstrap_room: msgspec.Raw = ABSENT
-    bootstrap_pair_key: msgspec.Raw = ABSENT
-    decode_tp_size: msgspec.Raw = ABSENT
-    disagg_prefill_dp_rank: msgspec.Raw = ABSENT
-    kv_transfer_params: msgspec.Raw = ABSENT
-
-
-class _StreamOptions(msgspec.Struct, gc=False):
-    include_usage: bool | None = None
-
-
-class _SamplingParams(msgspec.Struct, gc=False):
-    n: int | None = None
-    max_new_tokens: int | None = None
-
-
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class RequestBody:
     """What routing reads from a body.
 
     `raw` is the client's bytes, unchanged. A field of a type no engine takes reads as absent, its name is in `odd`.
     `copies` is how many sequences the engine runs for each prompt (`n`), `max_new_tokens` the answer's cap in tokens.
     `cache_salt`, `extra_key` and `lora_path` are the first prompt's when the client sent one for each of a batch.
+    `usual`: a chat body with messages and, of the other fields that shape a prompt or choose a rank, none.
     """
 
-    path: str
-    raw: bytes
-    fields: Fields
-    model: str | None = None
-    stream: bool = False
-    include_usage: bool = False
-    copies: int = 1
-    max_new_tokens: int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    lora_path: str | None = None
-    rids: tuple[str, ...] = ()
-    session_id: str | None = None
-    routed_dp_rank: int | None = None
-    odd: frozenset[str] = frozenset()
+    __slots__ = (
+        "_fields",
+        "_messages",
+        "cache_salt",
+        "copies",
+        "extra_key",
+        "include_usage",
+        "lora_path",
+        "max_new_tokens",
+        "model",
+        "odd",
+        "path",
+        "raw",
+        "rids",
+        "routed_dp_rank",
+        "session_id",
+        "stream",
+        "unresolved",
+        "usual",
+    )
+
+    def __init__(self, path: str, raw: bytes, fields: Fields | None) -> None:
+        """`fields` None: they are decoded when they are asked for."""
+        self.path = path
+        self.raw = raw
+        self._fields = fields
+        self._messages: list[Any] | None = None
+        self.usual = False
+        self.unresolved: object = None
+        """What PromptSource.resolve_now left for `resolve`."""
+        self.model: str | None = None
+        self.stream = False
+        self.include_usage = False
+        self.copies = 1
+        self.max_new_tokens: int | None = None
+        self.cache_salt: str | None = None
+        self.extra_key: str | None = None
+        self.lora_path: str | None = None
+        self.rids: tuple[str, ...] = ()
+        self.session_id: str | None = None
+        self.routed_dp_rank: int | None = None
+        self.odd: frozenset[str] = _NOTHING_ODD
+
+    @property
+    def fields(self) -> Fields:
+        if self._fields is None:
+            self._fields = decode_fields(self.raw)
+        return self._fields
+
+    def take_messages(self) -> list[Any] | None:
+        """`messages` as Python values, where they were decoded with the body: given away once, since whoever renders
+        them may change them, and they are as large as the body itself. None: see `fields`."""
+        found = self._messages
+        self._messages = None
+        return found
+
+    def with_fields(self, path: str, fields: Fields) -> RequestBody:
+        """The same request on another route, or with another prompt."""
+        made = RequestBody(path, self.raw, fields)
+        made.model = self.model
+        made.stream = self.stream
+        made.include_usage = self.include_usage
+        made.copies = self.copies
+        made.max_new_tokens = self.max_new_tokens
+        made.cache_salt = self.cache_salt
+        made.extra_key = self.extra_key
+        made.lora_path = self.lora_path
+        made.rids = self.rids
+        made.session_id = self.session_id
+        made.routed_dp_rank = self.routed_dp_rank
+        made.odd = self.odd
+        return made
 
 
 def present(raw: msgspec.Raw) -> bool:
@@ -126,55 +129,96 @@ def parse_body(path: str, raw: bytes) -> RequestBody:
     Takes any object an engine's own parser (Python's `json`) takes: NaN, a byte-order mark, the last of repeated keys.
     A body over `large.LARGE_BYTES` is read in pieces and takes its time: call it in a thread.
     """
-    fields = _fields(raw)
+    if path == CHAT and len(raw) <= IN_ONE_GO_BYTES and (usual := _usual(raw)) is not None:
+        messages = usual.messages
+        if messages is not None and not has_seldom(usual):
+            return _usual_body(raw, usual, messages)
+        body = _body(path, raw, _fields(raw))
+        body._messages = messages
+        return body
+    return _body(path, raw, _fields(raw))
+
+
+def _usual(raw: bytes) -> Usual | None:
+    """None when the body is not quite as usual, or no JSON: to be read field by field."""
+    try:
+        if not raw.isascii():
+            raw.decode()  # msgspec skips over strings it does not build
+        return decode_usual(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _usual_body(raw: bytes, usual: Usual, messages: list[Any]) -> RequestBody:
+    body = RequestBody(CHAT, raw, None)
+    body._messages = messages
+    body.usual = True
+    body.model = usual.model
+    body.stream = usual.stream is True
+    options = usual.stream_options
+    body.include_usage = options is not None and options.include_usage is True
+    body.copies = _copies(usual.n)
+    body.max_new_tokens = _limit(usual.max_completion_tokens or usual.max_tokens)
+    body.cache_salt = usual.cache_salt or None
+    body.session_id = usual.session_id
+    return body
+
+
+def _copies(n: int | None) -> int:
+    return min(max(n or 1, 1), MAX_COPIES)
+
+
+def _limit(tokens: int | None) -> int | None:
+    return min(tokens, MAX_NEW_TOKENS) if tokens is not None and tokens >= 0 else None
+
+
+def _body(path: str, raw: bytes, fields: Fields) -> RequestBody:
     odd: list[str] = []
-
-    def read(name: str, expected: type[_Value]) -> _Value | None:
-        value: msgspec.Raw = getattr(fields, name)
-        if not present(value):
-            return None
-        try:
-            return msgspec.json.decode(value, type=expected)
-        except (msgspec.DecodeError, RecursionError):
-            odd.append(name)
-            return None
-
-    def first_text(name: str) -> str | None:
-        value: msgspec.Raw = getattr(fields, name)
-        if not present(value):
-            return None
-        if bytes(memoryview(value)[:1]) == b"[":
-            values = read(name, list[str | None])
-            return (values[0] or None) if values else None
-        return read(name, str) or None  # engines read "" as not given
-
-    sampling = read("sampling_params", _SamplingParams) if path == "/generate" else None
-    n = sampling.n if sampling else read("n", int)
-    limit = sampling.max_new_tokens if sampling else read("max_completion_tokens", int) or read("max_tokens", int)
-    options = read("stream_options", _StreamOptions)
-    rank = read("routed_dp_rank", int)
-    if rank is None:
-        rank = read("data_parallel_rank", int)  # its name before SGLang 0.5.6
-    return RequestBody(
-        path=path,
-        raw=raw,
-        fields=fields,
-        model=read("model", str),
-        stream=_flag(fields.stream, "stream", odd),
-        include_usage=bool(options and options.include_usage),
-        copies=min(max(n or 1, 1), MAX_COPIES),
-        max_new_tokens=min(limit, MAX_NEW_TOKENS) if limit is not None and limit >= 0 else None,
-        cache_salt=first_text("cache_salt"),
-        extra_key=first_text("extra_key"),
-        lora_path=first_text("lora_path"),
-        rids=_rids(fields.rid, odd),
-        session_id=read("session_id", str),
-        routed_dp_rank=rank,
-        odd=frozenset(odd),
-    )
+    sampling = _read(fields.sampling_params, "sampling_params", SamplingParams, odd) if path == GENERATE else None
+    if sampling is not None:
+        n, limit = sampling.n, sampling.max_new_tokens
+    else:
+        n = _read(fields.n, "n", int, odd)
+        limit = _read(fields.max_completion_tokens, "max_completion_tokens", int, odd)
+        limit = limit or _read(fields.max_tokens, "max_tokens", int, odd)
+    options = _read(fields.stream_options, "stream_options", StreamOptions, odd)
+    rank = _read(fields.routed_dp_rank, "routed_dp_rank", int, odd)
+    if rank is None:  # its name before SGLang 0.5.6
+        rank = _read(fields.data_parallel_rank, "data_parallel_rank", int, odd)
+    body = RequestBody(path, raw, fields)
+    body.model = _read(fields.model, "model", str, odd)
+    body.stream = _flag(fields.stream, "stream", odd)
+    body.include_usage = options is not None and options.include_usage is True
+    body.copies = _copies(n)
+    body.max_new_tokens = _limit(limit)
+    body.cache_salt = _first_text(fields.cache_salt, "cache_salt", odd)
+    body.extra_key = _first_text(fields.extra_key, "extra_key", odd)
+    body.lora_path = _first_text(fields.lora_path, "lora_path", odd)
+    body.rids = _rids(fields.rid, odd)
+    body.session_id = _read(fields.session_id, "session_id", str, odd)
+    body.routed_dp_rank = rank
+    if odd:
+        body.odd = frozenset(odd)
+    return body
 
 
-_DECODER = msgspec.json.Decoder(Fields)
+def _read(value: msgspec.Raw, name: str, expected: type[_Value], odd: list[str]) -> _Value | None:
+    if not present(value):
+        return None
+    try:
+        return msgspec.json.decode(value, type=expected)
+    except (msgspec.DecodeError, RecursionError):
+        odd.append(name)
+        return None
+
+
+def _first_text(value: msgspec.Raw, name: str, odd: list[str]) -> str | None:
+    if not present(value):
+        return None
+    if bytes(memoryview(value)[:1]) == b"[":
+        values = _read(value, name, list[str | None], odd)
+        return (values[0] or None) if values else None
+    return _read(value, name, str, odd) or None  # engines read "" as not given
 
 
 def _fields(raw: bytes) -> Fields:
@@ -183,7 +227,7 @@ def _fields(raw: bytes) -> Fields:
             return _fields_in_pieces(raw)
         if not raw.isascii():
             raw.decode()  # msgspec skips over strings it does not build
-        return _DECODER.decode(raw)
+        return decode_fields(raw)
     except UnicodeDecodeError as error:
         raise RouterError("bad_json", f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except (RecursionError, large.TooDeep):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from router.prompt.body import Fields, plain
+from router.prompt.body import plain
 from router.prompt.content_format import ContentFormat
-from router.prompt.features import chat_features
+from router.prompt.features import NO_FEATURES, TRAILING_ASSISTANT, chat_features
+from router.prompt.fields import NO_FIELDS, Fields
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused, choose_tools, render_tools
 from router.prompt.verify import Features
@@ -20,18 +20,21 @@ from router.prompt.verify import Features
 _ROLES = frozenset({"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"})
 _TOOL_BEARERS = ("root", "system", "developer")  # whose message may carry tools of its own
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
+NO_KWARGS: Mapping[str, Any] = {}
 MEDIA_PARTS = frozenset(
     {"image_url", "video_url", "audio_url", "input_audio", "input_image", "image", "video", "audio"}
 )
 
 
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class Rendered:
     """`text` is the template's output. `continuation` is encoded apart and appended (continue_final_message)."""
 
-    text: str
-    continuation: str = ""
-    features: Features = field(default=frozenset(), compare=False)
+    __slots__ = ("continuation", "features", "text")
+
+    def __init__(self, text: str, continuation: str = "", features: Features = NO_FEATURES) -> None:
+        self.text = text
+        self.continuation = continuation
+        self.features = features
 
 
 class HasMedia(Exception):
@@ -44,13 +47,16 @@ def render_chat(
     defaults: Mapping[str, Any],
     *,
     obey_generation_prompt: bool = False,
+    sent: Any = None,
 ) -> Rendered:
     """Render as SGLang does. `defaults` is the server's --default-chat-template-kwargs; `obey_generation_prompt` is for
-    /v1/tokenize, which follows the body's `add_generation_prompt` where chat ignores it (fact 7).
+    /v1/tokenize, which follows the body's `add_generation_prompt` where chat ignores it (fact 7). `sent`: the messages,
+    where they are decoded already.
 
     Raises Refused, HasMedia, TemplateFailure, ValueError, RecursionError: the router has no ids of its own then.
     """
-    sent = plain(fields.messages)
+    if sent is None:
+        sent = plain(fields.messages)
     if not isinstance(sent, list) or not sent:
         raise Refused("messages is not a list of messages")
     dumped = [_message(message) for message in sent]
@@ -71,6 +77,31 @@ def render_chat(
         bare = [tool["function"] for tool in tools] if tools else None
         text = template.render(messages, bare, kwargs, add_generation_prompt=generation is not False)
     return Rendered(text, continuation, chat_features(fields, sent))
+
+
+def render_usual(sent: list[Any], template: ChatTemplate, defaults: Mapping[str, Any]) -> Rendered:
+    """As `render_chat` for a body of messages only, which most are, if these are no more than texts too."""
+    messages = _texts(sent)
+    if not messages or defaults:
+        return render_chat(NO_FIELDS, template, defaults, sent=sent)
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return Rendered(template.render(messages, None, NO_KWARGS), "", NO_FEATURES)
+    messages[-1] = {"role": "user", "content": last["content"]}  # as _settle_last
+    return Rendered(template.render(messages, None, NO_KWARGS), "", TRAILING_ASSISTANT)
+
+
+def _texts(sent: list[Any]) -> list[dict[str, Any]] | None:
+    """What `_message` makes of messages that are a role and a text each; None when one is not."""
+    made: list[dict[str, Any]] = []
+    for message in sent:
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role, content = message.get("role"), message.get("content")
+        if type(content) is not str or not (role == "user" or role == "assistant" or role == "system"):
+            return None
+        made.append({"role": role, "content": content})
+    return made
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from router.config.schema import TokenizerConfig
@@ -32,20 +31,26 @@ CACHE_FAULTS = 3
 Key = tuple[Hashable, Features, ModelFacts]
 
 
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class Checked:
-    """A prompt made here, with all it was made from."""
+    """A prompt made here, with all it was made from. `where`: its `rendering`."""
 
-    body: RequestBody
-    form: PromptForm
-    model: ModelFacts
-    source: ModelSource
-    files: ModelFiles
-    made: LocalPrompt
+    __slots__ = ("body", "files", "form", "made", "model", "where")
 
-    @property
-    def key(self) -> Key:
-        return rendering(self.model, self.source), self.made.features, self.model
+    def __init__(
+        self,
+        body: RequestBody,
+        form: PromptForm,
+        model: ModelFacts,
+        where: Hashable,
+        files: ModelFiles,
+        made: LocalPrompt,
+    ) -> None:
+        self.body = body
+        self.form = form
+        self.model = model
+        self.where = where
+        self.files = files
+        self.made = made
 
 
 def rendering(model: ModelFacts, source: ModelSource) -> Hashable:
@@ -85,7 +90,7 @@ class PromptChecks:
 
     def take(self, checked: Checked) -> Standing:
         """How far this prompt's ids can be trusted; begins a comparison where one is due."""
-        where, features, _ = checked.key
+        where, features = checked.where, checked.made.features
         standing = self._verification.standing(where, features)
         if standing == "drifted" or self._engine is None or len(checked.body.raw) > MAX_COMPARED_BYTES:
             return standing
@@ -100,7 +105,7 @@ class PromptChecks:
         return standing
 
     async def _compare(self, checked: Checked, question: Question, engine: EngineTokenizer) -> None:
-        where, features, _ = checked.key
+        where, features = checked.where, checked.made.features
         theirs = await engine.ids(checked.model, question)
         if isinstance(theirs, str):
             self._verification.unanswered(where, features)
@@ -133,7 +138,7 @@ class PromptChecks:
     def counted(self, key: Key, ours: int, facts: ModelFacts, theirs: int) -> None:
         """The engine of `facts` says how many tokens the prompt had."""
         where, features, model = key
-        if facts == model and self._verification.counted(where, features, ours, theirs):
+        if (facts is model or facts == model) and self._verification.counted(where, features, ours, theirs):
             seen = self._verification.first_difference(where)
             if seen is not None:
                 self._tell(model, seen, None)

@@ -1,25 +1,24 @@
 """Reuse of what earlier turns already cost: their token ids and their block keys, kept at message boundaries.
 
-A special token that the tokenizer matches before everything else is a hard boundary: text on one side of it never
-changes the ids of the other. Rendered prompts are cut there, the pieces form a tree (piece after piece from the start),
-and the next turn walks the tree as far as its text is the same and has only the rest tokenised and hashed. Pieces are
-compared as text, never by a digest. A new piece is only kept after the cut was found again in the ids.
+Rendered prompts are cut where `router.prompt.boundaries` says, the pieces form a tree (piece after piece from the
+start), and the next turn walks the tree as far as its text is the same and has only the rest tokenised and hashed.
+Pieces are compared as text, never by a digest alone. A new piece is only kept after the cut in front of it was found
+again in the ids.
 
-A long message is cut between words as well, for prompts that share the start of one message (a document, then each
-time another question). Nothing in the ids shows such a cut, so a piece is only kept after its ids, made from it alone,
-were found to be the very ones that stand at its place in the ids of the whole.
+Nothing in the ids shows a cut between two words. What is first seen is therefore kept as one piece up to the next hard
+boundary, and only cut when a second prompt shares its beginning: after the ids of the parts, made from each alone, were
+found to be the very ones that stand at their places. Text that nobody shares is not tokenised twice.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise
+from collections.abc import Iterator
+
+from xxhash import xxh3_64_intdigest
 
 from router.hashing import (
     Namespace,
@@ -30,200 +29,66 @@ from router.hashing import (
     chain_root,
     digest_keys,
     full_blocks,
-    pack_ids,
     token_count,
 )
+from router.prompt.boundaries import BETWEEN_WORDS, SOFT, Boundaries, Encode, numbers, offsets
 
-MAX_PIECES = 4096  # of one prompt; text behind the last cut is one piece
-LONG_PIECE_CHARS = 4096  # a longer piece is cut between two words
 SOFT_FAULTS = 4  # cuts between words that changed ids, after which none are made any more
-MIN_PIECE_CHARS = 256  # a shorter piece is not worth its place: it stays with the next one
 PIECES_AT_ONCE = 1024  # whose block keys are kept between two yields
-STRETCH_CHARS = 65_536
 _PIECE_BYTES = 620  # what a piece costs beside its text and ids, measured: two dict entries, four objects
 _CHAIN_BYTES = 360
-_numbers = count(1)
-
-_BETWEEN_WORDS = re.compile(r"\w(?= \w)")
 _OVERLAP_CHARS = 128
-_SOFT = b""
-"""Stands first among the marks of a piece that begins between two words."""
+_TRAIL_CHARS = 64
+_TRAIL_PIECES = 64
+_MAX_TRAILS = 256
 
-Encode = Callable[[str, bool], TokenIds]
+_Key = tuple[int, int]
 _ChainKey = tuple[Scheme, Namespace]
-
-
-@dataclass(frozen=True, slots=True)
-class HardToken:
-    """An added token as tokenizer.json lists it. `hard`: it takes no white space along and no word border decides."""
-
-    text: str
-    id: int
-    hard: bool
-
-
-class Boundaries:
-    """Finds the hard boundaries of one tokenizer's texts."""
-
-    def __init__(self, tokens: Sequence[HardToken]) -> None:
-        """`tokens`: every added token matched on the raw text (`normalized` false), soft ones too: they may cover a
-        hard one. Leftmost match, then longest, as the tokenizer's own search."""
-        texts = sorted((token.text for token in tokens), key=lambda text: -len(text))
-        self._longest = len(texts[0])
-        shared = _shared_start(texts)  # ahead of the choice, where the search is fastest
-        self._find = re.compile(re.escape(shared) + "(?:" + "|".join(re.escape(t[len(shared) :]) for t in texts) + ")")
-        self._ids = {token.text: pack_ids([token.id]) for token in tokens if token.hard}
-        self.root = next(_numbers)
-        """The number all of this tokenizer's conversations start from."""
-        self.between_words = False
-        """Long pieces may be cut between words. Set once that was seen to be harmless."""
-        self.soft_faults = 0
-
-    def cut(self, text: str) -> tuple[list[str], list[list[TokenIds]]]:
-        """(pieces, the hard tokens' ids in each, in order). Every piece but perhaps the first begins with one of them,
-        or between two words: then its first mark is empty. Where a text is cut depends only on what is before the cut
-        and the next two characters."""
-        starts: list[int] = [0]
-        marks: list[list[TokenIds]] = [[]]
-        next_cut = 1
-        for match in self._matches(text):
-            mark = self._ids.get(match.group())
-            if mark is None:
-                continue
-            start = match.start()
-            if start - starts[-1] > LONG_PIECE_CHARS:
-                self._cut_softly(text, start, starts, marks)
-                next_cut = max(next_cut, starts[-1] + MIN_PIECE_CHARS)
-            if start >= next_cut and len(starts) < MAX_PIECES:
-                starts.append(start)
-                marks.append([mark])
-                next_cut = start + MIN_PIECE_CHARS
-            else:
-                marks[-1].append(mark)
-        self._cut_softly(text, len(text), starts, marks)
-        starts.append(len(text))
-        return [text[start:end] for start, end in pairwise(starts)], marks
-
-    def _cut_softly(self, text: str, end: int, starts: list[int], marks: list[list[TokenIds]]) -> None:
-        while self.between_words and end - starts[-1] > LONG_PIECE_CHARS and len(starts) < MAX_PIECES:
-            found = _BETWEEN_WORDS.search(text, starts[-1] + LONG_PIECE_CHARS, end)
-            if found is None:
-                return
-            starts.append(found.end())
-            marks.append([_SOFT])
-
-    def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """As `finditer`, which searches a text of millions of characters in one call."""
-        at = 0
-        while at < len(text):
-            end = at + STRETCH_CHARS
-            for match in self._find.finditer(text, at, end + self._longest):
-                if match.start() >= end:
-                    break
-                yield match
-                at = match.end()
-            at = max(at, end)
-
-
-def _shared_start(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
-    same = (a == b for a, b in zip(first, last, strict=False))
-    length = next((n for n, equal in enumerate(same) if not equal), min(len(first), len(last)))
-    return first[:length]
-
-
-def find_boundaries(tokens: Sequence[HardToken], encode: Encode, probes: Sequence[str]) -> Boundaries | None:
-    """Boundaries for a tokenizer, or None where cutting its texts is not proven harmless on the probes."""
-    hard = [token for token in tokens if token.hard]
-    if not hard:
-        return None
-    boundaries = Boundaries(tokens)
-    sample = hard[:4] + hard[-4:]
-    for number, token in enumerate(sample):
-        other = sample[number - 1]
-        for left, right in pairwise(probes):
-            far = right * (1 + MIN_PIECE_CHARS // max(1, len(right)))
-            text = left + token.text + far + other.text + token.text + left
-            pieces, marks = boundaries.cut(text)
-            ids = encode(text, False)
-            offsets = _offsets(ids, pieces, marks, encode)
-            if offsets is None or ids != b"".join(encode(piece, False) for piece in pieces):
-                return None
-    boundaries.between_words = True
-    sides = [(left, right) for pair in pairwise(probes) for left, right in (pair, pair[::-1])]
-    if not all(_cuts_between(left, right, boundaries, encode) for left, right in sides):
-        boundaries.between_words = False
-    return boundaries
-
-
-def _cuts_between(left: str, right: str, boundaries: Boundaries, encode: Encode) -> bool:
-    """Whether every cut between two words of these texts leaves the ids as they are."""
-    text = f"{left} {right}"
-    for cut in _BETWEEN_WORDS.finditer(text):
-        if encode(text[: cut.end()], False) + encode(text[cut.end() :], False) != encode(text, False):
-            return False
-    return True
-
-
-def _offsets(
-    ids: TokenIds, texts: Sequence[str], marks: Sequence[Sequence[TokenIds]], encode: Encode
-) -> list[int] | None:
-    """Where each piece starts in `ids`, in bytes; None when its hard tokens are not all there in this order. Raises
-    SoftCut when the ids of a piece alone are not those at its place, although it ends between two words."""
-    found: list[int] = []
-    at = 0
-    for number, piece in enumerate(marks):
-        if number == 0 and piece[:1] in ([], [_SOFT]):  # a text's first piece need not begin with a hard token
-            found.append(0)
-        elif piece[0] == _SOFT:
-            own = encode(texts[number - 1], False)
-            if not ids.startswith(own, found[-1]):
-                raise SoftCut
-            at = found[-1] + len(own)
-            found.append(at)
-        for mark in piece:
-            if mark == _SOFT:
-                continue
-            at = _find_id(ids, mark, at)
-            if at < 0:
-                return None
-            if len(found) == number:
-                found.append(at)
-            at += 4
-    return found
-
-
-def _find_id(ids: TokenIds, mark: TokenIds, at: int) -> int:
-    """The first place at or behind `at` where this id stands; -1 for none.
-
-    Most ids end in zero bytes, at which a plain search stops everywhere; behind the zero byte that ends the id before
-    it, the part of the mark without its zeros is rare.
-    """
-    if ids.startswith(mark, at):
-        return at
-    rare = b"\0" + mark.rstrip(b"\0")
-    while True:
-        at = ids.find(rare, at)
-        if at < 0 or (at % 4 == 3 and ids.startswith(mark, at + 1)):
-            return at if at < 0 else at + 1
-        at += 1
 
 
 class SoftCut(Exception):
     """A cut between two words changed the ids: the tokenizer joins what is on its two sides."""
 
 
-@dataclass(slots=True, eq=False)
 class _Piece:
-    """One piece behind the pieces before it. `tokens_end` counts from the start of the prompt."""
+    """One piece behind the pieces before it: `text`, and the texts behind it between words that are not cut yet.
+    `key` is the number of the piece before and `text`'s digest; `tokens_end` counts from the start of the prompt.
 
-    number: int
-    key: tuple[int, str]
-    ids: TokenIds
-    tokens_end: int
-    chains: dict[_ChainKey, tuple[array[int], bytes]] = field(default_factory=dict)
-    """Per scheme and namespace: keys of the blocks that end inside this piece, and the chain's state at its end."""
-    in_tree: bool = True
+    `softly`: it begins between two words. `overlap`: its last words, and their ids, once they were asked for. Never
+    changed but for `chains`, `in_tree`, `overlap` and `bytes`: a prompt on its way through the tree may hold it.
+    """
+
+    __slots__ = (
+        "bytes",
+        "chains",
+        "ids",
+        "in_tree",
+        "key",
+        "number",
+        "overlap",
+        "rest",
+        "softly",
+        "text",
+        "tokens_end",
+    )
+
+    def __init__(
+        self, number: int, key: _Key, softly: bool, text: str, rest: list[str], ids: TokenIds, tokens_end: int
+    ) -> None:
+        self.number = number
+        self.key = key
+        self.softly = softly
+        self.text = text
+        self.rest = rest
+        self.ids = ids
+        self.tokens_end = tokens_end
+        self.chains: dict[_ChainKey, tuple[array[int], bytes]] = {}
+        """Per scheme and namespace: keys of the blocks that end inside this piece, and the chain's state at its end."""
+        self.in_tree = False
+        self.bytes = _PIECE_BYTES + len(ids) + sys.getsizeof(text)
+        for part in rest:
+            self.bytes += sys.getsizeof(part)
+        self.overlap: tuple[str, TokenIds] | None = None
 
 
 class CachedPrompt:
@@ -275,8 +140,8 @@ class CachedPrompt:
                 blocks = full_blocks(scheme, piece.tokens_end) - start
                 if blocks > done:
                     state = digests[blocks - 1]
-                piece.chains[key] = (fresh[done:blocks], state)
-                self._cache.grew(piece, _CHAIN_BYTES + 8 * (blocks - done))
+                if key not in piece.chains:  # it may stand behind one that was cut in two
+                    self._cache.keep_keys(piece, key, fresh[done:blocks], state)
                 done = blocks
         keys.extend(fresh)
         yield keys.tolist()
@@ -288,7 +153,9 @@ class ConversationCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._pieces: OrderedDict[tuple[int, str], _Piece] = OrderedDict()
+        self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()
+        self._trails: OrderedDict[tuple[int, str], list[_Key]] = OrderedDict()
+        """For the beginning of a prompt, the way that the last one took which began so."""
         self._lock = threading.Lock()
         self.bytes = 0
         self.refused = 0
@@ -299,91 +166,270 @@ class ConversationCache:
 
     def encode(self, text: str, boundaries: Boundaries, encode: Encode) -> tuple[TokenIds, CachedPrompt | None]:
         """`encode(text, False)`, with only the new end of the text tokenised. Raises what `encode` raises."""
-        texts, marks = boundaries.cut(text)
+        begun = (boundaries.root, text[:_TRAIL_CHARS])
         with self._lock:
-            found = self._walk(boundaries.root, texts)
-        if len(found) == len(texts):
-            ids = b"".join([piece.ids for piece in found])
-            return ids, CachedPrompt(self, found, ids, len(ids) // 4)
-        known = len(found)
+            found, at, softly, before = self._follow(begun, text, boundaries)
+        texts, marks = boundaries.cut(text, at, softly, before)
         try:
-            tail = self._tail(found, texts, marks, encode)
-            offsets = _offsets(tail, texts[known:], marks[known:], encode)
+            known = self._known(boundaries.root, found, texts, encode)
+            head = b"".join([piece.ids for piece in found])
+            if known == len(texts):
+                return head, CachedPrompt(self, found, head, len(head) // 4)
+            tail = self._tail(found, texts, marks, known, encode)
         except SoftCut:
-            offsets = None
             boundaries.soft_faults += 1
             boundaries.between_words = boundaries.soft_faults < SOFT_FAULTS
-        if offsets is None or offsets[0]:
-            with self._lock:
-                self.refused += 1
-            return encode(text, False), None
-        head = b"".join([piece.ids for piece in found])
-        offsets.append(len(tail))
+            return self._refuse(text, encode)
+        new_texts, new_marks = _grouped(texts, marks, known)
+        starts = offsets(tail, new_marks)
+        if starts is None or starts[0]:
+            return self._refuse(text, encode)
+        starts.append(len(tail))
         with self._lock:
             parent = found[-1].number if found else boundaries.root
             tokens = len(head) // 4
-            for index, piece_text in enumerate(texts[known:]):
-                piece_ids = tail[offsets[index] : offsets[index + 1]]
+            for index, group in enumerate(new_texts):
+                piece_ids = tail[starts[index] : starts[index + 1]]
                 tokens += len(piece_ids) // 4
-                piece = self._add((parent, piece_text), piece_ids, tokens)
+                kept = not found or found[-1].in_tree
+                softly = marks[known][:1] == [SOFT] if not index else False
+                piece = self._add(parent, softly, group, piece_ids, tokens, kept)
                 found.append(piece)
                 parent = piece.number
-            # Leaves become the oldest of their conversation, so that nothing outlives what it hangs on.
-            for piece in reversed(found):
-                if piece.in_tree:
-                    self._pieces.move_to_end(piece.key)
+            self._touch(found)
+            self._leave(begun, found)
             self._evict()
         ids = head + tail
         return ids, CachedPrompt(self, found, ids, len(head) // 4)
 
-    def _tail(self, found: list[_Piece], texts: list[str], marks: list[list[TokenIds]], encode: Encode) -> TokenIds:
-        """Ids of what follows the known pieces. Between two words the last of the known ones are made again with it, to
-        see that nothing joins over the cut. Raises SoftCut."""
-        new = "".join(texts[len(found) :])
-        if not found or marks[len(found)][:1] != [_SOFT]:
-            return encode(new, False)
-        before = found[-1]
-        word = _BETWEEN_WORDS.search(before.key[1], max(0, len(before.key[1]) - _OVERLAP_CHARS))
-        overlap = before.key[1][word.end() if word is not None else 0 :]
-        known, both = encode(overlap, False), encode(overlap + new, False)
-        if not before.ids.endswith(known) or not both.startswith(known):
-            raise SoftCut
-        return both[len(known) :]
+    def _refuse(self, text: str, encode: Encode) -> tuple[TokenIds, None]:
+        with self._lock:
+            self.refused += 1
+        return encode(text, False), None
 
-    def _walk(self, root: int, texts: list[str]) -> list[_Piece]:
+    def _follow(self, begun: tuple[int, str], text: str, boundaries: Boundaries) -> tuple[list[_Piece], int, bool, int]:
+        """Pieces that `text` begins with, as the last prompt that began so: known without looking for cuts in them.
+        (pieces, where they end, whether between two words, how many texts they are.)
+
+        That the text is cut behind a piece is only certain where the next one goes on as it did, and, between words,
+        while such cuts are made.
+        """
         found: list[_Piece] = []
-        parent = root
-        for text in texts:
-            piece = self._pieces.get((parent, text))
-            if piece is None:
+        longest = boundaries.longest
+        at, softly, before = 0, False, 0
+        trail = self._trails.get(begun)
+        piece = self._pieces.get(trail[0]) if trail else None
+        for key in trail[1:] if trail else ():
+            behind = self._pieces.get(key)
+            if piece is None or behind is None or behind.key[0] != piece.number or len(behind.text) < longest + 2:
+                break
+            if behind.softly and not boundaries.between_words:
+                break
+            end = _end_of(piece, text, at)
+            if end < 0 or not text.startswith(behind.text[: longest + 2], end):
                 break
             found.append(piece)
-            parent = piece.number
-        for piece in reversed(found):
-            self._pieces.move_to_end(piece.key)
-        return found
+            at, softly, before = end, behind.softly, before + 1 + len(piece.rest)
+            piece = behind
+        return found, at, softly, before
 
-    def _add(self, key: tuple[int, str], ids: TokenIds, tokens_end: int) -> _Piece:
-        there = self._pieces.get(key)  # another thread was faster
-        if there is not None:
+    def _leave(self, begun: tuple[int, str], found: list[_Piece]) -> None:
+        self._trails[begun] = [piece.key for piece in found[:_TRAIL_PIECES]]
+        self._trails.move_to_end(begun)
+        if len(self._trails) > _MAX_TRAILS:
+            self._trails.popitem(last=False)
+
+    def _known(self, root: int, found: list[_Piece], texts: list[str], encode: Encode) -> int:
+        """Adds the pieces that come next in this prompt to `found`; how many of its texts they are. Cuts one of which
+        only the beginning is shared; raises SoftCut when that cannot be."""
+        followed = len(found)
+        while True:
+            with self._lock:
+                known, shared = self._walk(root, found, texts)
+                if not shared:
+                    if known == len(texts):
+                        self._touch(found)
+                    return known
+            partly = found[-1]
+            del found[followed:]
+            try:
+                ends = _cut_ends(partly, shared, encode)
+            except SoftCut:
+                with self._lock:
+                    self._drop(partly)
+                raise
+            with self._lock:
+                self._split(partly, ends)
+
+    def _tail(
+        self, found: list[_Piece], texts: list[str], marks: list[list[TokenIds]], known: int, encode: Encode
+    ) -> TokenIds:
+        """Ids of what follows the known pieces. Between two words the last of the known ones are made again with it, to
+        see that nothing joins over the cut. Raises SoftCut."""
+        new = "".join(texts[known:])
+        if not found or marks[known][:1] != [SOFT]:
+            return encode(new, False)
+        overlap, same = self._overlap(found[-1], encode)
+        both = encode(overlap + new, False)
+        if not both.startswith(same):
+            raise SoftCut
+        return both[len(same) :]
+
+    def _overlap(self, piece: _Piece, encode: Encode) -> tuple[str, TokenIds]:
+        """The last words of `piece`, and their ids. Raises SoftCut when these are not its last ids."""
+        made = piece.overlap
+        if made is None:
+            last = piece.rest[-1] if piece.rest else piece.text
+            word = BETWEEN_WORDS.search(last, max(0, len(last) - _OVERLAP_CHARS))
+            text = last[word.start() if word is not None else 0 :]
+            made = text, encode(text, False)
+            if not piece.ids.endswith(made[1]):
+                raise SoftCut
+            with self._lock:
+                if piece.overlap is None:
+                    piece.overlap = made
+                    grown = sys.getsizeof(made) + sys.getsizeof(made[0]) + sys.getsizeof(made[1])
+                    piece.bytes += grown
+                    if piece.in_tree:
+                        self.bytes += grown
+        return made
+
+    def _walk(self, root: int, found: list[_Piece], texts: list[str]) -> tuple[int, int]:
+        """(how many texts the pieces are, of the last piece how many when it is not all of them: 0 when it is)."""
+        parent, at = found[-1].number if found else root, 0
+        while at < len(texts):
+            piece = self._pieces.get((parent, _digest(texts[at])))
+            if piece is None or piece.text != texts[at]:
+                break
+            found.append(piece)
+            at += 1
+            rest = piece.rest
+            if rest:
+                if texts[at : at + len(rest)] != rest:
+                    return at - 1, _shared(piece, texts, at)
+                at += len(rest)
+            parent = piece.number
+        return at, 0
+
+    def _add(self, parent: int, softly: bool, texts: list[str], ids: TokenIds, tokens_end: int, kept: bool) -> _Piece:
+        """`kept`: the piece it hangs on is in the tree."""
+        key = (parent, _digest(texts[0]))
+        there = self._pieces.get(key)
+        if there is not None and there.text == texts[0] and there.rest == texts[1:]:  # another thread was faster
             return there
-        piece = _Piece(next(_numbers), key, ids, tokens_end)
-        self._pieces[key] = piece
-        self.bytes += _own_bytes(piece)
+        piece = _Piece(next(numbers), key, softly, texts[0], texts[1:], ids, tokens_end)
+        if kept and there is None:  # else two texts of one digest: the first one stays
+            self._insert(piece)
         return piece
 
-    def grew(self, piece: _Piece, by_bytes: int) -> None:
-        with self._lock:
+    def _insert(self, piece: _Piece) -> None:
+        self._pieces[piece.key] = piece
+        piece.in_tree = True
+        self.bytes += piece.bytes
+
+    def _touch(self, found: list[_Piece]) -> None:
+        """Leaves become the oldest of their conversation, so that nothing outlives what it hangs on."""
+        for piece in reversed(found):
             if piece.in_tree:
-                self.bytes += by_bytes
+                self._pieces.move_to_end(piece.key)
+
+    def _drop(self, piece: _Piece) -> None:
+        if piece.in_tree:
+            del self._pieces[piece.key]
+            self._left(piece)
+
+    def _left(self, piece: _Piece) -> None:
+        piece.in_tree = False
+        self.bytes -= piece.bytes
+        for keys, _ in piece.chains.values():
+            self.bytes -= _CHAIN_BYTES + 8 * len(keys)
+
+    def _split(self, piece: _Piece, ends: list[int]) -> None:
+        """Put parts whose ids end at `ends`, in bytes, in the place of `piece`, and what is left of it behind them,
+        under its number: so what hangs on it stays. Their block keys have to be made again."""
+        if not piece.in_tree:  # another thread was faster
+            return
+        self._drop(piece)
+        texts = [piece.text, *piece.rest]
+        parent, start = piece.key[0], 0
+        first_token = piece.tokens_end - len(piece.ids) // 4
+        parts: list[_Piece] = []
+        for text, end in zip(texts, ends, strict=False):
+            key = (parent, _digest(text))
+            softly = True if parts else piece.softly
+            part = _Piece(next(numbers), key, softly, text, [], piece.ids[start:end], first_token + end // 4)
+            parts.append(part)
+            parent, start = part.number, end
+        left = texts[len(ends) :]
+        key = (parent, _digest(left[0]))
+        self._insert(_Piece(piece.number, key, True, left[0], left[1:], piece.ids[start:], piece.tokens_end))
+        for part in reversed(parts):
+            self._insert(part)
+
+    def keep_keys(self, piece: _Piece, key: _ChainKey, keys: array[int], state: bytes) -> None:
+        """Kept and counted at once: another thread may drop the piece at any time."""
+        with self._lock:
+            if key not in piece.chains:
+                piece.chains[key] = (keys, state)
+                if piece.in_tree:
+                    self.bytes += _CHAIN_BYTES + 8 * len(keys)
 
     def _evict(self) -> None:
         while self.bytes > self._max_bytes and self._pieces:
             _, piece = self._pieces.popitem(last=False)
-            piece.in_tree = False
-            self.bytes -= _own_bytes(piece)
-            self.bytes -= sum(_CHAIN_BYTES + 8 * len(keys) for keys, _ in piece.chains.values())
+            self._left(piece)
 
 
-def _own_bytes(piece: _Piece) -> int:
-    return _PIECE_BYTES + sys.getsizeof(piece.key[1]) + len(piece.ids)
+def _digest(text: str) -> int:
+    """Finds a piece, which is then compared as text."""
+    return xxh3_64_intdigest(text.encode()) if text.isascii() else hash(text)
+
+
+def _end_of(piece: _Piece, text: str, at: int) -> int:
+    """Where `piece` ends in `text`, if it stands at `at`; -1 when it does not."""
+    if not text.startswith(piece.text, at):
+        return -1
+    at += len(piece.text)
+    for part in piece.rest:
+        if not text.startswith(part, at):
+            return -1
+        at += len(part)
+    return at
+
+
+def _shared(piece: _Piece, texts: list[str], at: int) -> int:
+    """How many texts of `piece`, the first of which is known to be shared, stand in `texts` as well, up to `at`."""
+    shared = 1
+    for mine, theirs in zip(piece.rest, texts[at:], strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    return shared
+
+
+def _cut_ends(piece: _Piece, parts: int, encode: Encode) -> list[int]:
+    """Where the ids of the first `parts` texts of `piece` end, in bytes. Raises SoftCut when the ids of one of them
+    alone are not those at its place."""
+    ends: list[int] = []
+    at = 0
+    for text in [piece.text, *piece.rest[: parts - 1]]:
+        own = encode(text, False)
+        if not piece.ids.startswith(own, at):
+            raise SoftCut
+        at += len(own)
+        ends.append(at)
+    return ends
+
+
+def _grouped(texts: list[str], marks: list[list[TokenIds]], known: int) -> tuple[list[list[str]], list[list[TokenIds]]]:
+    """(texts, marks) behind the known ones, those between words together with what they stand behind."""
+    new_texts: list[list[str]] = []
+    new_marks: list[list[TokenIds]] = []
+    for index in range(known, len(texts)):
+        if new_texts and marks[index][0] == SOFT:
+            new_texts[-1].append(texts[index])
+            new_marks[-1] += marks[index][1:]
+        else:
+            new_texts.append([texts[index]])
+            new_marks.append(marks[index])
+    return new_texts, new_marks

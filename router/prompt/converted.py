@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from router.prompt.body import ABSENT, Fields, plain, present
+from router.prompt.body import plain, present
+from router.prompt.fields import ABSENT, Fields
 from router.prompt.tools import Refused
 
 MESSAGES = "/v1/messages"

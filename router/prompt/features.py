@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.prompt.body import Fields, present
+from router.prompt.body import present
+from router.prompt.fields import Fields
 from router.prompt.verify import Features
 
 TEXT: Features = frozenset({"text"})
 """Raw text: no template, the tokenizer's default special tokens."""
+NO_FEATURES: Features = frozenset()
+TRAILING_ASSISTANT: Features = frozenset({"trailing_assistant"})
 
 _BY_FIELD = (
     *(("tools", "tools"), ("tool_choice", "tool_choice"), ("chat_template_kwargs", "kwargs")),

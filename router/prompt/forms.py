@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from router.hashing import TokenIds, pack_ids, token_count
 from router.prompt import large
-from router.prompt.body import RequestBody, present
+from router.prompt.body import CHAT as CHAT
+from router.prompt.body import GENERATE, RequestBody, present
 from router.prompt.converted import MESSAGES, RESPONSES
 
 _MAX_STEP = 65_536
 CHARS_PER_TOKEN = 4  # the estimate where no tokenizer answers
 
-CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-GENERATE = "/generate"
 TOKENIZE = "/v1/tokenize"
 
 
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class PromptForm:
     """What the body asks the engine to prefill. "rendered": as "chat", by rules that only the engine knows.
 
@@ -31,25 +28,61 @@ class PromptForm:
     from characters where that is all there is.
     """
 
-    kind: Literal["ids", "text", "chat", "rendered", "none"]
-    reason: str = ""
-    ids: TokenIds | None = None
-    text: str | None = None
-    prompts: int = 1
-    rest_tokens: int = 0
-    rest_chars: int = 0
-    estimate_tokens: int = 0
-    max_id: int | None = None
+    __slots__ = (
+        "_chat",
+        "_estimate_tokens",
+        "ids",
+        "kind",
+        "max_id",
+        "prompts",
+        "reason",
+        "rest_chars",
+        "rest_tokens",
+        "text",
+    )
+
+    def __init__(
+        self,
+        kind: Literal["ids", "text", "chat", "rendered", "none"],
+        reason: str = "",
+        ids: TokenIds | None = None,
+        text: str | None = None,
+        prompts: int = 1,
+        rest_tokens: int = 0,
+        rest_chars: int = 0,
+        estimate_tokens: int = 0,
+        max_id: int | None = None,
+        chat: RequestBody | None = None,
+    ) -> None:
+        """`chat`: the estimate is made from this body's fields, if it is asked for."""
+        self.kind = kind
+        self.reason = reason
+        self.ids = ids
+        self.text = text
+        self.prompts = prompts
+        self.rest_tokens = rest_tokens
+        self.rest_chars = rest_chars
+        self.max_id = max_id
+        self._estimate_tokens = estimate_tokens
+        self._chat = chat
+
+    @property
+    def estimate_tokens(self) -> int:
+        if self._chat is None:
+            return self._estimate_tokens
+        return _size(self._chat.fields.messages) + _size(self._chat.fields.tools)
 
 
 def prompt_form(body: RequestBody, engine: str = "unknown") -> PromptForm:
     """Never raises: what cannot be understood is kind "none" with a reason, and is routed by load. A body over
     `large.LARGE_BYTES` takes its time: call it in a thread."""
+    if body.usual:
+        return PromptForm("chat", chat=body)
     fields = body.fields
     if body.path == CHAT or (body.path == TOKENIZE and present(fields.messages)):
         if present(fields.input_ids) and engine != "vllm":  # SGLang: replaces the rendered prompt (fact 14)
             return _ids(fields.input_ids)
-        return PromptForm("chat", estimate_tokens=_size(fields.messages) + _size(fields.tools))
+        return PromptForm("chat", chat=body)
     if body.path in (COMPLETIONS, TOKENIZE):
         return _prompt(fields.prompt)
     if body.path == GENERATE:

@@ -29,7 +29,7 @@ def may_forward(checked: Checked) -> bool:
         and not body.odd
         and made.features <= FORWARDED_FEATURES
         and len(made.ids) <= 4 * MAX_FORWARDED_TOKENS
-        and not any(present(getattr(body.fields, name)) for name in _NOT_WITH)
+        and (body.usual or not any(present(getattr(body.fields, name)) for name in _NOT_WITH))
     )
 
 

@@ -212,6 +212,8 @@ def _pieces(raw: bytes) -> Iterator[_Piece]:
         if not after and cut < len(raw) and raw[cut:].strip():
             raise BadJson(f"characters behind the JSON value (byte {cut})")
         at_end = cut == len(raw)
+        if text is None and not at_end and inside.rstrip(b" \t\r\n")[-1:] in (b"[", b"{"):
+            raise BadJson(f"a comma and nothing in front of it (byte {cut})")  # the pieces on its sides are both JSON
         yield _Piece(at, cut, stack, after, depth, text, _opened(stack) + inside if at_end else document)
         if at_end:
             return

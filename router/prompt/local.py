@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from router.hashing import TokenIds
 from router.prompt.body import RequestBody, plain
-from router.prompt.chat import MEDIA_PARTS, HasMedia, Rendered, render_chat
+from router.prompt.chat import MEDIA_PARTS, HasMedia, Rendered, render_chat, render_usual
 from router.prompt.conversation import CachedPrompt, ConversationCache
 from router.prompt.converted import MESSAGES, RESPONSES, Unsupported, chat_fields
 from router.prompt.features import TEXT
+from router.prompt.fields import NO_FIELDS
 from router.prompt.forms import CHAT, TOKENIZE, PromptForm
 from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.template import ChatTemplate, TemplateFailure
@@ -37,14 +37,18 @@ class NoIds(Exception):
         self.ask_engine = ask_engine
 
 
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class LocalPrompt:
     """`partial`: the ids end somewhere before the first media item. `cached` knows block keys of earlier turns."""
 
-    ids: TokenIds
-    features: Features
-    cached: CachedPrompt | None = None
-    partial: bool = False
+    __slots__ = ("cached", "features", "ids", "partial")
+
+    def __init__(
+        self, ids: TokenIds, features: Features, cached: CachedPrompt | None = None, partial: bool = False
+    ) -> None:
+        self.ids = ids
+        self.features = features
+        self.cached = cached
+        self.partial = partial
 
 
 def local_ids(body: RequestBody, form: PromptForm, files: ModelFiles, facts: ModelFacts) -> TokenIds:
@@ -86,15 +90,20 @@ def as_chat(body: RequestBody) -> RequestBody:
     """The body as the engine's chat route sees it; itself when it came that way. Raises as `chat_fields`."""
     if body.path not in (MESSAGES, RESPONSES):
         return body
-    return replace(body, path=CHAT, fields=chat_fields(body.path, body.fields))
+    return body.with_fields(CHAT, chat_fields(body.path, body.fields))
 
 
 def render(body: RequestBody, template: ChatTemplate, facts: ModelFacts) -> Rendered:
     """The text the engine's template makes of a chat body. Raises what `render_chat` raises."""
+    sent = body.take_messages()
+    if sent is not None and body.usual:
+        if facts.engine == "vllm":
+            return render_vllm_chat(NO_FIELDS, template, facts.default_kwargs, sent=sent)
+        return render_usual(sent, template, facts.default_kwargs)
     if facts.engine == "vllm":
-        return render_vllm_chat(body.fields, template, facts.default_kwargs)
+        return render_vllm_chat(body.fields, template, facts.default_kwargs, sent=sent)
     obey = body.path == TOKENIZE
-    return render_chat(body.fields, template, facts.default_kwargs, obey_generation_prompt=obey)
+    return render_chat(body.fields, template, facts.default_kwargs, obey_generation_prompt=obey, sent=sent)
 
 
 def _chat_prompt(
@@ -131,7 +140,7 @@ def _before_media(
     sent = plain(body.fields.messages)
     marked = [_marked(message) for message in sent] if isinstance(sent, list) else sent
     fields = msgspec.structs.replace(body.fields, messages=msgspec.Raw(json.dumps(marked).encode()))
-    rendered = render(replace(body, fields=fields), files.template, facts)
+    rendered = render(body.with_fields(body.path, fields), files.template, facts)
     text = rendered.text.partition(_MEDIA_MARK)[0]
     _check_length(text)
     ends = [match.end() for match in _SAFE_END.finditer(text)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from router.contract.server_info import ServerInfo
 from router.prompt.template import ChatTemplate, TemplateFailure
@@ -83,8 +83,7 @@ class ModelFiles:
     multimodal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
+class ModelSource(NamedTuple):  # looked up several times a request
     """Where one model's files are: a folder, the operator's template file, the engine's --chat-template."""
 
     folder: str

@@ -7,17 +7,16 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
 from router.config.schema import TokenizerConfig
 from router.errors import RouterError
-from router.hashing import Namespace, TokenIds, token_count
+from router.hashing import NO_NAMESPACE, Namespace, TokenIds, token_count
 from router.prompt.body import RequestBody, parse_body
-from router.prompt.checks import Checked, PromptChecks
+from router.prompt.checks import Checked, PromptChecks, rendering
 from router.prompt.conversation import CachedPrompt, ConversationCache
-from router.prompt.engine import EngineTokenizer, tokenize_request
+from router.prompt.engine import EngineTokenizer, Question, tokenize_request
 from router.prompt.forms import PromptForm, prompt_form
 from router.prompt.forward import may_forward
 from router.prompt.large import LARGE_BYTES
@@ -34,9 +33,10 @@ ENCODE_THREADS = 2
 MAX_QUEUED = 64  # bodies waiting for or in a thread; one more is routed by load
 MAX_BODY_BYTES = 64 * 1024 * 1024
 ENCODE_DEADLINE_S = 1.0
+MAX_KINDS = 4096
+_NAMING = frozenset({"cache_salt", "extra_key", "lora_path", "model"})
 
 
-@dataclass(slots=True)  # not frozen: that costs a microsecond a request
 class Prompt:
     """The router's view of a request's prompt.
 
@@ -48,15 +48,63 @@ class Prompt:
     an engine of these facts. `counted(facts, tokens)` is to be told the engine's own count of the prompt's tokens.
     """
 
-    ids: TokenIds | None
-    tokens: int
-    namespace: Namespace
-    source: Literal["given", "local", "engine", "none"]
-    reason: str = ""
-    standing: str = field(default="", compare=False)
-    cached: CachedPrompt | None = field(default=None, compare=False)
-    forward_for: ModelFacts | None = field(default=None, compare=False)
-    counted: Callable[[ModelFacts, int], None] | None = field(default=None, compare=False)
+    __slots__ = ("cached", "counted", "forward_for", "ids", "namespace", "reason", "source", "standing", "tokens")
+
+    def __init__(
+        self,
+        ids: TokenIds | None,
+        tokens: int,
+        namespace: Namespace,
+        source: Literal["given", "local", "engine", "none"],
+        reason: str = "",
+        standing: str = "",
+        cached: CachedPrompt | None = None,
+        forward_for: ModelFacts | None = None,
+        counted: Callable[[ModelFacts, int], None] | None = None,
+    ) -> None:
+        self.ids = ids
+        self.tokens = tokens
+        self.namespace = namespace
+        self.source = source
+        self.reason = reason
+        self.standing = standing
+        self.cached = cached
+        self.forward_for = forward_for
+        self.counted = counted
+
+
+class _Kind:
+    """What is worked out once for all requests to engines of the same facts."""
+
+    __slots__ = ("model", "source", "where")
+
+    def __init__(self, model: ModelFacts, source: ModelSource | None) -> None:
+        self.model = model
+        self.source = source
+        self.where = rendering(model, source) if source is not None else ""
+
+
+class _Later:
+    """A prompt that cannot be had at once: `question` is for the engine; without one it is made of `files`, by a
+    thread. `reason` is that of the question."""
+
+    __slots__ = ("files", "form", "kind", "namespace", "question", "reason")
+
+    def __init__(
+        self,
+        kind: _Kind,
+        form: PromptForm,
+        namespace: Namespace,
+        files: ModelFiles | None,
+        question: Question | None,
+        reason: str,
+    ) -> None:
+        self.kind = kind
+        self.form = form
+        self.namespace = namespace
+        self.files = files
+        self.question = question
+        self.reason = reason
 
 
 class PromptSource:
@@ -104,6 +152,7 @@ class PromptSource:
         # One: every thread that wants the interpreter's lock makes the event loop wait for its turn.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read-body")
         self._queued = 0
+        self._kinds: dict[int, _Kind] = {}
 
     async def prepare(self, model: ModelFacts) -> str:
         """Load the model's files now. Returns "" or, in words, why its prompts are not made here."""
@@ -152,94 +201,147 @@ class PromptSource:
         """`parse_body` off the event loop, for bodies over LARGE_BYTES."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, parse_body, path, raw)
 
+    def resolve_now(self, body: RequestBody, model: ModelFacts | None) -> Prompt | None:
+        """As `resolve`, for a prompt that no thread and no engine has to be waited for: all but long ones, mostly.
+        None: await `resolve(body, model)`, which goes on from here; the request is not counted yet."""
+        if len(body.raw) > LARGE_BYTES:
+            return None
+        found = self._begin(body, prompt_form(body, model.engine if model is not None else "unknown"), model)
+        if isinstance(found, _Later):
+            body.unresolved = found
+            return None
+        body.take_messages()
+        self._count(found.source, found.reason or found.standing)
+        return found
+
     async def resolve(self, body: RequestBody, model: ModelFacts | None, *, again: bool = False) -> Prompt:
         """`model` is None when no worker is known for it. `again`: the request was resolved for another kind of engine
         before, and is not counted twice. Never raises for what an engine sent; of a client's bodies
         only token ids that are none in the model's vocabulary raise: RouterError("bad_token_ids")."""
-        engine = model.engine if model is not None else "unknown"
-        if len(body.raw) > LARGE_BYTES:
-            form = await asyncio.get_running_loop().run_in_executor(self._reader, prompt_form, body, engine)
+        begun, body.unresolved = body.unresolved, None
+        found: Prompt | _Later
+        if isinstance(begun, _Later) and begun.kind.model is model:
+            found = begun
         else:
-            form = prompt_form(body, engine)
-        namespace = _namespace(body, model)
-        prompt = await self._resolve(body, form, namespace, model)
+            engine = model.engine if model is not None else "unknown"
+            if len(body.raw) > LARGE_BYTES:
+                form = await asyncio.get_running_loop().run_in_executor(self._reader, prompt_form, body, engine)
+            else:
+                form = prompt_form(body, engine)
+            found = self._begin(body, form, model)
+        while isinstance(found, _Later):
+            found = await self._go_on(body, found)
+        body.take_messages()
         if not again:
-            self._count(prompt.source, prompt.reason or prompt.standing)
-        return prompt
+            self._count(found.source, found.reason or found.standing)
+        return found
 
-    async def _resolve(
-        self, body: RequestBody, form: PromptForm, namespace: Namespace, model: ModelFacts | None
-    ) -> Prompt:
-        def unknown(reason: str) -> Prompt:
-            return Prompt(None, form.estimate_tokens * body.copies, namespace, "none", reason)
-
+    def _begin(self, body: RequestBody, form: PromptForm, model: ModelFacts | None) -> Prompt | _Later:
+        namespace = _namespace(body, model)
         if model is not None and (form.max_id is not None or form.reason == "odd_ids"):
             self._check_vocabulary(form, model)
-        if body.odd & {"cache_salt", "extra_key", "lora_path", "model"}:
-            return unknown("odd_namespace")
+        if body.odd and body.odd & _NAMING:
+            return _unknown(body, form, namespace, "odd_namespace")
         if form.kind == "none":
-            return unknown(form.reason)
+            return _unknown(body, form, namespace, form.reason)
         if form.ids is not None:
             return Prompt(form.ids, form.estimate_tokens * body.copies, namespace, "given")
         if self._mode == "off" or model is None:
-            return unknown("off" if model is not None else "no_worker")
-        reason = "engine_mode" if self._mode == "engine" else "route"
-        if form.kind == "rendered" and self._mode == "local":
-            return unknown(reason)
-        if self._mode != "engine" and form.kind != "rendered":
-            try:
-                return await self._local(body, form, namespace, model)
-            except NoIds as none:
-                reason = none.reason
-                if not none.ask_engine or self._mode == "local":
-                    return unknown(reason)
-        question = tokenize_request(body, form, model.engine) if self._engine is not None else None
-        if self._engine is None or question is None:
-            return unknown(reason)
-        answer = await self._engine.ids(model, question)
-        if isinstance(answer, str):
-            return unknown(f"{reason}+{answer}")
-        return Prompt(answer, _tokens(answer, form) * body.copies, namespace, "engine", reason)
+            return _unknown(body, form, namespace, "off" if model is not None else "no_worker")
+        kind = self._kind(model)
+        if self._mode == "engine":
+            return self._asked(body, form, namespace, kind, "engine_mode")
+        if form.kind == "rendered":
+            return self._asked(body, form, namespace, kind, "route")
+        try:
+            return self._local(body, form, namespace, kind)
+        except NoIds as none:
+            return self._not_here(body, form, namespace, kind, none)
 
-    async def _local(self, body: RequestBody, form: PromptForm, namespace: Namespace, model: ModelFacts) -> Prompt:
-        source = self._source(model)
+    def _not_here(
+        self, body: RequestBody, form: PromptForm, namespace: Namespace, kind: _Kind, none: NoIds
+    ) -> Prompt | _Later:
+        if not none.ask_engine:
+            return _unknown(body, form, namespace, none.reason)
+        return self._asked(body, form, namespace, kind, none.reason)
+
+    def _asked(
+        self, body: RequestBody, form: PromptForm, namespace: Namespace, kind: _Kind, reason: str
+    ) -> Prompt | _Later:
+        """To be asked of the engine, where there is one to ask and it can be asked this."""
+        asks = self._engine is not None and self._mode != "local"
+        question = tokenize_request(body, form, kind.model.engine) if asks else None
+        if question is None:
+            return _unknown(body, form, namespace, reason)
+        return _Later(kind, form, namespace, None, question, reason)
+
+    async def _go_on(self, body: RequestBody, later: _Later) -> Prompt | _Later:
+        form, namespace, kind = later.form, later.namespace, later.kind
+        if later.question is not None and self._engine is not None:
+            answer = await self._engine.ids(kind.model, later.question)
+            if isinstance(answer, str):
+                return _unknown(body, form, namespace, f"{later.reason}+{answer}")
+            return Prompt(answer, _tokens(answer, form) * body.copies, namespace, "engine", later.reason)
+        assert later.files is not None
+        try:
+            made = await self._in_thread(body, form, later.files, kind.model)
+            return self._made(body, form, namespace, kind, later.files, made)
+        except NoIds as none:
+            return self._not_here(body, form, namespace, kind, none)
+
+    def _local(self, body: RequestBody, form: PromptForm, namespace: Namespace, kind: _Kind) -> Prompt | _Later:
+        """Raises NoIds."""
+        source = kind.source
         if source is None:
             raise NoIds("no_tokenizer")
         files = self._store.get(source)
         if files is None:
             raise NoIds("loading" if self._store.problem(source) == "loading" else "no_tokenizer")
-        made = await self._make(body, form, files, model)
-        if made.cached is not None:
-            self._on_tokens("reused", made.cached.tokens_reused)
-            self._on_tokens("made", token_count(made.ids) - made.cached.tokens_reused)
+        if len(body.raw) > INLINE_BYTES[files.tokenizer.backend]:
+            return _Later(kind, form, namespace, files, None, "")
+        made = local_prompt(body, form, files, kind.model, self._trusted_cache())
+        return self._made(body, form, namespace, kind, files, made)
+
+    def _trusted_cache(self) -> ConversationCache | None:
+        return self.cache if self._use_cache and self._checks.cache_trusted else None
+
+    def _made(
+        self,
+        body: RequestBody,
+        form: PromptForm,
+        namespace: Namespace,
+        kind: _Kind,
+        files: ModelFiles,
+        made: LocalPrompt,
+    ) -> Prompt:
+        """The prompt of ids made here. Raises NoIds where such ids were found wrong."""
+        cached = made.cached
+        if cached is not None:
+            self._on_tokens("reused", cached.tokens_reused)
+            self._on_tokens("made", token_count(made.ids) - cached.tokens_reused)
         tokens = _tokens(made.ids, form)
         if made.partial:
             tokens = max(tokens, form.estimate_tokens)
-            return Prompt(made.ids, tokens * body.copies, namespace, "local", "media", cached=made.cached)
-        checked = Checked(body, form, model, source, files, made)
+            return Prompt(made.ids, tokens * body.copies, namespace, "local", "media", "", cached)
+        model, where = kind.model, kind.where
+        checked = Checked(body, form, model, where, files, made)
         standing = self._checks.take(checked)
         if standing == "drifted":
             raise NoIds("drifted")
-        single = body.copies == 1 and form.prompts == 1
-        return Prompt(
-            made.ids,
-            tokens * body.copies,
-            namespace,
-            "local",
-            standing=standing,
-            cached=made.cached,
-            forward_for=model if self._forward and standing == "verified" and may_forward(checked) else None,
-            counted=functools.partial(self._checks.counted, checked.key, tokens) if single else None,
-        )
+        forward_for = model if self._forward and standing == "verified" and may_forward(checked) else None
+        counted: Callable[[ModelFacts, int], None] | None = None
+        if body.copies == 1 and form.prompts == 1:
+            counted = functools.partial(self._checks.counted, (where, made.features, model), tokens)
+        return Prompt(made.ids, tokens * body.copies, namespace, "local", "", standing, cached, forward_for, counted)
 
-    async def _make(self, body: RequestBody, form: PromptForm, files: ModelFiles, model: ModelFacts) -> LocalPrompt:
-        cache = self.cache if self._use_cache and self._checks.cache_trusted else None
-        if len(body.raw) <= INLINE_BYTES[files.tokenizer.backend]:
-            return local_prompt(body, form, files, model, cache)
+    async def _in_thread(
+        self, body: RequestBody, form: PromptForm, files: ModelFiles, model: ModelFacts
+    ) -> LocalPrompt:
         if self._queued >= MAX_QUEUED:
             raise NoIds("busy", ask_engine=False)
         if len(body.raw) > MAX_BODY_BYTES:
             raise NoIds("too_long", ask_engine=False)
+        cache = self._trusted_cache()
         self._queued += 1
         loop = asyncio.get_running_loop()
         job = loop.run_in_executor(self._threads, local_prompt, body, form, files, model, cache)
@@ -266,10 +368,19 @@ class PromptSource:
             raise RouterError("bad_token_ids", f"token id {form.max_id} is not in the vocabulary of {files.vocab_size}")
 
     def _source(self, model: ModelFacts) -> ModelSource | None:
+        return self._kind(model).source
+
+    def _kind(self, model: ModelFacts) -> _Kind:
+        """By identity: facts are long, and made once for an engine."""
+        known = self._kinds.get(id(model))
+        if known is not None and known.model is model:
+            return known
         folder = self._folder or model.tokenizer_path
-        if folder is None:
-            return None
-        return ModelSource(folder, model.engine, self._template, model.chat_template)
+        source = ModelSource(folder, model.engine, self._template, model.chat_template) if folder is not None else None
+        if len(self._kinds) >= MAX_KINDS:
+            self._kinds.clear()
+        made = self._kinds[id(model)] = _Kind(model, source)
+        return made
 
     async def close(self) -> None:
         await self._checks.close()
@@ -280,7 +391,11 @@ class PromptSource:
 
 def unseen(prompt: Prompt) -> Prompt:
     """The prompt for an engine of a kind that it was not made for."""
-    return replace(prompt, ids=None, source="none", reason="other_kind", cached=None, forward_for=None, counted=None)
+    return Prompt(None, prompt.tokens, prompt.namespace, "none", "other_kind", prompt.standing)
+
+
+def _unknown(body: RequestBody, form: PromptForm, namespace: Namespace, reason: str) -> Prompt:
+    return Prompt(None, form.estimate_tokens * body.copies, namespace, "none", reason)
 
 
 def _tokens(ids: TokenIds, form: PromptForm) -> int:
@@ -292,8 +407,10 @@ def _tokens(ids: TokenIds, form: PromptForm) -> int:
 
 
 def _namespace(body: RequestBody, model: ModelFacts | None) -> Namespace:
-    adapter = _adapter(body.model or "", model)
-    return Namespace(cache_salt=body.cache_salt, lora_name=adapter or body.lora_path, extra_key=body.extra_key)
+    salt, adapter, extra = body.cache_salt, _adapter(body.model or "", model) or body.lora_path, body.extra_key
+    if salt is None and adapter is None and extra is None:
+        return NO_NAMESPACE
+    return Namespace(salt, adapter, extra)
 
 
 def _adapter(name: str, model: ModelFacts | None) -> str | None:

@@ -64,7 +64,7 @@ class ModelStore:
         self._entries: dict[ModelSource, _Entry] = {}
         self._slow: set[str] = set()
         """Folders that fastokens was found wrong for."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-load")
 
     def get(self, source: ModelSource) -> ModelFiles | None:
         """The model's files, or None while they load, failed to, or there are too many models; `problem` says which."""
@@ -164,7 +164,7 @@ class ModelStore:
         self._on_change(source)
 
     async def _in_thread(self, work: Callable[[], _Made]) -> _Made:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _load_files(self, source: ModelSource) -> ModelFiles:
         return load_model(source, self._now, fast_wanted=source.folder not in self._slow)
@@ -174,4 +174,4 @@ class ModelStore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)

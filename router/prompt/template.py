@@ -108,11 +108,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateFailure(f"the chat template does not compile: {error}") from error
         self._environment = environment
-        self._globals = dict(self._template.globals)
+        self._values = {**self._template.globals, "documents": None, **specials}
         self.source = source
         self.sglang_format = sglang_format(source, tree)
         self.vllm_format = vllm_format(tree)
-        self.specials = dict(specials)
 
     def render(
         self,
@@ -123,10 +122,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         """Raises TemplateFailure for whatever the template raises; `kwargs` win over the special tokens."""
-        if reserved := _RESERVED & kwargs.keys():
-            raise TemplateFailure(f"chat_template_kwargs may not set {', '.join(sorted(reserved))}")
-        values = {**self._globals, "documents": None, **self.specials, **kwargs}
-        values |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        values = self._values.copy()
+        if kwargs:
+            if reserved := _RESERVED & kwargs.keys():
+                raise TemplateFailure(f"chat_template_kwargs may not set {', '.join(sorted(reserved))}")
+            values.update(kwargs)
+        values["messages"] = messages
+        values["tools"] = tools
+        values["add_generation_prompt"] = add_generation_prompt
         try:
             # What Template.render does, without its slow walk through the globals for every request.
             context = self._environment.context_class(self._environment, values, None, self._template.blocks)

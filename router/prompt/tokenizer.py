@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import tokenizers
 
 from router.hashing import TokenIds, pack_ids
-from router.prompt.conversation import Boundaries, HardToken, find_boundaries
+from router.prompt.boundaries import Boundaries, HardToken, find_boundaries
 
 try:
     import fastokens
@@ -125,7 +125,7 @@ def load_tokenizer(folder: Path, *, fast_wanted: bool = True) -> Tokenizer:
     reference.no_truncation()
     reference.no_padding()
     config = read_tokenizer_config(folder)
-    slow = _slow_encoder(reference)
+    slow = _SlowEncoder(reference)
     fast = _fast_encoder(folder / "tokenizer.json") if fast_wanted else None
     agreed = fast is not None and _agree(fast, slow, _special_probes(reference))
     specials = _specials(config)
@@ -209,30 +209,43 @@ def _fast_encoder(path: Path) -> Encode | None:
     except Exception:  # a file it cannot serve: ValueError as documented, and whatever a new release raises
         return None
 
-    def encode(text: str, add_special_tokens: bool) -> TokenIds:
-        return _contained(lambda: bytes(model.encode_batch_flat([text], add_special_tokens)[0]))
-
-    return encode
+    return _FastEncoder(model.encode_batch_flat)
 
 
-def _slow_encoder(model: tokenizers.Tokenizer) -> Encode:
-    def encode(text: str, add_special_tokens: bool) -> TokenIds:
-        # The batch call: `Tokenizer.encode` holds the GIL for the whole text.
-        return _contained(
-            lambda: pack_ids(model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-        )
+class _FastEncoder:
+    __slots__ = ("_encode",)
 
-    return encode
+    def __init__(self, encode: Callable[[list[str], bool], Sequence[bytes]]) -> None:
+        self._encode = encode
+
+    def __call__(self, text: str, add_special_tokens: bool) -> TokenIds:
+        try:
+            return bytes(self._encode([text], add_special_tokens)[0])
+        except BaseException as error:
+            _contain(error)
+            raise
 
 
-def _contained(call: Callable[[], TokenIds]) -> TokenIds:
-    """A Rust panic is a BaseException (10 MB of spaces in `tokenizers`): one prompt without ids, not a dead router."""
-    try:
-        return call()
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise CannotEncode(f"{type(error).__name__}: {error}"[:200]) from error
-        raise
+class _SlowEncoder:
+    __slots__ = ("_model",)
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        self._model = model
+
+    def __call__(self, text: str, add_special_tokens: bool) -> TokenIds:
+        try:
+            # The batch call: `Tokenizer.encode` holds the GIL for the whole text.
+            return pack_ids(self._model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        except BaseException as error:
+            _contain(error)
+            raise
+
+
+def _contain(error: BaseException) -> None:
+    """Raises CannotEncode for a failure of the library's. A Rust panic is a BaseException (10 MB of spaces in
+    `tokenizers`): one prompt without ids, not a dead router."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        raise CannotEncode(f"{type(error).__name__}: {error}"[:200]) from error
 
 
 def _special_probes(model: tokenizers.Tokenizer) -> list[str]:

@@ -108,8 +108,9 @@ class Verification:
         known = self._renderings.get(rendering)
         if known is None:
             return "unverified"
-        if any(bad <= features for bad in known.drifted):
-            return "drifted"
+        for bad in known.drifted:
+            if bad <= features:
+                return "drifted"
         found = known.sets.get(features)
         return found.standing if found is not None else "unverified"
 

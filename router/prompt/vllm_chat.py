@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from router.prompt.body import Fields, plain, present
+from router.prompt.body import plain, present
 from router.prompt.chat import MEDIA_PARTS, HasMedia, Rendered, boolean
 from router.prompt.content_format import ContentFormat
 from router.prompt.features import chat_features
+from router.prompt.fields import Fields
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused
 
@@ -24,11 +25,15 @@ _TEXT_PARTS = {  # part type → the key that holds its text
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # put behind the last message, found again in the output and cut there
 
 
-def render_vllm_chat(fields: Fields, template: ChatTemplate, defaults: Mapping[str, Any]) -> Rendered:
-    """Raises Refused, HasMedia, TemplateFailure, ValueError, RecursionError, as `render_chat`."""
+def render_vllm_chat(
+    fields: Fields, template: ChatTemplate, defaults: Mapping[str, Any], *, sent: Any = None
+) -> Rendered:
+    """`sent`: the messages, where they are decoded already. Raises Refused, HasMedia, TemplateFailure, ValueError,
+    RecursionError, as `render_chat`."""
     if present(fields.chat_template):
         raise TemplateFailure("the request brings its own template")
-    sent = plain(fields.messages)
+    if sent is None:
+        sent = plain(fields.messages)
     if not isinstance(sent, list) or not sent:
         raise Refused("messages is not a list of messages")
     messages = [_message(message, template.vllm_format) for message in sent]

@@ -5,11 +5,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.errors import RouterError
 from router.prompt.body import ABSENT, MAX_COPIES, parse_body, plain, present
+from router.prompt.fields import Fields, Usual
 from tests.prompt.support import CHAT, COMPLETIONS, GENERATE, body
 
 
@@ -140,12 +141,69 @@ field_names = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(field_names, json_values), st.sampled_from([CHAT, COMPLETIONS, GENERATE]))
 def test_any_json_object_is_read(fields: dict[str, Any], path: str) -> None:
     read = parse_body(path, json.dumps(fields).encode())
     model = fields.get("model")
     assert read.model == (model if isinstance(model, str) and model.isascii() else read.model)
     assert 1 <= read.copies <= MAX_COPIES
+
+
+usual_values: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("model", "session_id", "cache_salt"), st.text(max_size=5)),
+    **dict.fromkeys(("n", "max_tokens", "max_completion_tokens"), st.integers() | st.sampled_from([1.0, 1e3, 2.5])),
+    "stream": st.booleans(),
+    "stream_options": st.dictionaries(st.sampled_from(["include_usage", "x"]), st.booleans()),
+    "messages": st.lists(st.fixed_dictionaries({"role": st.text(max_size=5), "content": st.text()}), max_size=3),
+}
+seldom_values = st.sampled_from(["rid", "tools", "lora_path", "routed_dp_rank", "input_ids", "bootstrap_host", "x"])
+
+
+def usually(draw: st.DrawFn) -> bytes:
+    """Mostly a body as engines expect it, now and then with something odd, and with a key twice."""
+    fields = [(name, draw(usual_values[name])) for name in draw(st.lists(st.sampled_from([*usual_values])))]
+    fields += draw(st.lists(st.tuples(st.sampled_from([*usual_values]) | seldom_values, json_values), max_size=2))
+    parts = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in draw(st.permutations(fields))]
+    return ("{" + ",".join(parts) + "}").encode()
+
+
+READ = (
+    *("model", "stream", "include_usage", "copies", "max_new_tokens", "cache_salt", "extra_key", "lora_path"),
+    *("rids", "session_id", "routed_dp_rank", "odd", "fields"),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.composite(usually)())
+def test_a_chat_body_read_in_one_go_is_what_its_fields_are_one_by_one(raw: bytes) -> None:
+    """Other routes' bodies are read field by field."""
+    read, other = parse_body(CHAT, raw), parse_body(COMPLETIONS, raw)
+    for name in READ:
+        assert getattr(read, name) == getattr(other, name), name
+    assert other.take_messages() is None
+    messages = read.take_messages()
+    assert messages is None or messages == plain(read.fields.messages)
+    assert read.take_messages() is None, "they are given away once"
+
+
+def test_a_usual_chat_body_has_nothing_but_messages_to_make_a_prompt_of() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert body(CHAT, messages=messages, temperature=0.5, n=2, cache_salt="s").usual
+    assert not body(CHAT, messages=messages, tools=[]).usual
+    assert not body(CHAT, messages=messages, tools=None).usual
+    assert not body(CHAT, messages=messages, n="2").usual
+    assert not body(CHAT, messages=None).usual
+    assert not body(COMPLETIONS, messages=messages).usual
+
+
+def test_every_field_that_is_read_makes_a_body_unusual_but_those_that_are_decoded_with_it() -> None:
+    """A key that one of the two ways of reading did not know would be ignored in silence."""
+    assert set(Usual.__struct_fields__) == set(Fields.__struct_fields__)
+    for name in set(Fields.__struct_fields__) - {*usual_values}:
+        request = body(CHAT, **{"messages": [{"role": "user", "content": "hi"}], name: "x"})
+        assert not request.usual, name
+        assert bytes(getattr(request.fields, name)) == b'"x"'
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=40).map(lambda inner: b'{"prompt":"' + inner + b'"}'))

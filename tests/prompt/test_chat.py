@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.prompt.body import RequestBody
-from router.prompt.chat import HasMedia, Rendered, render_chat
+from router.prompt.chat import HasMedia, Rendered, render_chat, render_usual
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused
-from tests.prompt.support import body, chat, user
+from tests.prompt.support import CHAT, body, chat, user
 
 # Prints everything the template gets.
 DUMP = "{{ messages | tojson }}|{{ tools | tojson }}|{{ add_generation_prompt }}|{{ thinking }}{{ enable_thinking }}"
@@ -59,8 +62,10 @@ def test_continue_final_message_cuts_the_answer_off() -> None:
     """case 37, captures fact 6"""
     answer = {"role": "assistant", "content": "well"}
     request = chat(user(), answer, continue_final_message=True)
-    assert render_chat(request.fields, STRING, {}) == Rendered("[user:hi]", "well")
-    assert render_chat(chat(user(), continue_final_message=True).fields, STRING, {}) == Rendered("[user:hi]")
+    rendered = render_chat(request.fields, STRING, {})
+    assert (rendered.text, rendered.continuation) == ("[user:hi]", "well")
+    rendered = render_chat(chat(user(), continue_final_message=True).fields, STRING, {})
+    assert (rendered.text, rendered.continuation) == ("[user:hi]", "")
 
 
 def test_messages_keep_only_the_keys_the_engine_knows() -> None:
@@ -183,3 +188,40 @@ def test_only_tokenize_obeys_add_generation_prompt() -> None:
     request = chat(add_generation_prompt=False)
     assert render_chat(request.fields, template, {}).text == "True"
     assert render_chat(request.fields, template, {}, obey_generation_prompt=True).text == "False"
+
+
+def outcome(render: Callable[[], Rendered]) -> object:
+    try:
+        made = render()
+    except (Refused, HasMedia, TemplateFailure) as error:
+        return type(error), str(error)
+    return made.text, made.continuation, made.features
+
+
+roles = st.sampled_from(["user", "assistant", "system", "tool", "User", "developer", "x", 3, None])
+contents = st.text(max_size=5) | st.sampled_from(
+    [None, 7, [], [{"type": "text", "text": "a"}], [{"type": "image_url"}]]
+)
+odd_messages = st.fixed_dictionaries(
+    {"content": contents, "role": roles}, optional={"name": st.text(), "tool_calls": st.just([]), "tools": st.just([])}
+)
+plain_messages = st.fixed_dictionaries(
+    {"content": st.text(max_size=5), "role": st.sampled_from(["user", "assistant", "system"])}
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(plain_messages, max_size=4) | st.lists(plain_messages | odd_messages | st.just("x"), max_size=4),
+    st.sampled_from([{}, {"reasoning_effort": "low"}, {"enable_thinking": False}]),
+    st.sampled_from(
+        [STRING, OPENAI, ChatTemplate(DUMP, {"eos_token": "</s>"}), ChatTemplate("{{ raise_exception('no') }}", {})]
+    ),
+)
+def test_a_body_of_messages_only_is_rendered_as_any_other(
+    sent: list[Any], defaults: dict[str, Any], template: ChatTemplate
+) -> None:
+    """The short way of `render_usual` against the long one."""
+    request = body(CHAT, messages=sent)
+    expected = outcome(lambda: render_chat(request.fields, template, defaults))
+    assert outcome(lambda: render_usual(sent, template, defaults)) == expected

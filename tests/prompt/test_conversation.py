@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.hashing import Namespace, Scheme, TokenIds, chain_digests, pack_ids, prompt_keys, token_count
-from router.prompt.conversation import (
-    MAX_PIECES,
-    MIN_PIECE_CHARS,
-    Boundaries,
-    ConversationCache,
-    HardToken,
-    find_boundaries,
-)
+from router.prompt.boundaries import MAX_PIECES, MIN_PIECE_CHARS, Boundaries, HardToken, find_boundaries
+from router.prompt.conversation import ConversationCache
 from tests.prompt.support import tiny
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -141,6 +135,35 @@ def test_memory_stays_within_the_bound_and_leaves_go_first() -> None:
     assert ids == plain(system + turn("user", f"{number} " * 80))
     encode(cache, turn("user", "x"))
     assert 0 < cache.bytes <= bound
+
+
+class Interrupting:
+    """A lock behind whose release another thread drops all there is, once `armed`."""
+
+    def __init__(self, cache: ConversationCache) -> None:
+        self.cache = cache
+        self.armed = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self.armed:
+            self.cache._max_bytes = 0
+            self.cache._evict()
+
+
+def test_keys_of_a_piece_that_is_dropped_at_that_moment_are_not_counted_for_ever() -> None:
+    cache = ConversationCache(1 << 20)
+    lock = Interrupting(cache)
+    cache._lock = lock  # type: ignore[assignment]
+    text = turn("user", "word " * 500) + turn("user", "x")
+    ids, cached = cache.encode(text, boundaries(), tiny().tokenizer.encode)
+    assert cached is not None
+    lock.armed = True
+    *_, keys = cached.steps(SCHEMES[0], Namespace(), ALL_AT_ONCE)
+    assert keys == prompt_keys(SCHEMES[0], ids)
+    assert (len(cache), cache.bytes) == (0, 0)
 
 
 def test_nothing_is_kept_when_the_bound_is_zero() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from router.errors import RouterError
@@ -98,6 +98,8 @@ def outcome(raw: bytes) -> Any:
 
 
 @SMALL
+@example(b'{"prompt":[' + b" " * 40 + b"," + b"12345678901234567890," * 8 + b"1]}")
+@example(b'{"prompt":{' + b" " * 40 + b',"a":"' + b"x" * 99 + b'"}}')
 @given(damaged() | st.builds(lambda raw: raw.replace(b'"', b'"prompt":"', 1), damaged()))
 def test_a_large_body_is_refused_exactly_when_a_small_one_is(raw: bytes) -> None:
     as_large = outcome(raw)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.config.schema import TokenizerConfig
 from router.errors import RouterError
-from router.hashing import Namespace, pack_ids, token_count
+from router.hashing import Namespace, TokenIds, pack_ids, token_count
 from router.prompt import source as module
 from router.prompt.body import parse_body
 from router.prompt.engine import AskRefused
@@ -62,6 +62,10 @@ def answering(answer: bytes | Exception) -> Callable[[ModelFacts, str, bytes], A
     return ask
 
 
+def said(prompt: Prompt) -> tuple[TokenIds | None, int, Namespace, str, str]:
+    return prompt.ids, prompt.tokens, prompt.namespace, prompt.source, prompt.reason
+
+
 def encode(text: str) -> bytes:
     return tiny().tokenizer.encode(text, False)
 
@@ -71,7 +75,7 @@ async def test_chat_is_rendered_and_tokenised_here(make: Make) -> None:
     source = await ready(make())
     prompt = await source.resolve(chat(user("hello")), FACTS)
     ids = encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
-    assert prompt == Prompt(ids, token_count(ids), Namespace(), "local")
+    assert said(prompt) == (ids, token_count(ids), Namespace(), "local", "")
 
 
 async def test_the_next_turn_extends_the_prompt(make: Make) -> None:
@@ -89,7 +93,7 @@ async def test_raw_text_is_tokenised_and_given_ids_are_taken(make: Make) -> None
     for request in (body(COMPLETIONS, prompt="a b"), body(GENERATE, text=["a b"])):
         assert (await source.resolve(request, FACTS)).ids == encode("a b")
     given = await source.resolve(body(GENERATE, input_ids=[5, 6, 7]), FACTS)
-    assert given == Prompt(pack_ids([5, 6, 7]), 3, Namespace(), "given")
+    assert said(given) == (pack_ids([5, 6, 7]), 3, Namespace(), "given", "")
 
 
 async def test_continue_final_message_is_encoded_apart(make: Make) -> None:
@@ -195,7 +199,7 @@ async def test_without_a_local_tokenizer_the_engine_is_asked(make: Make) -> None
     source = make(load=fails, ask=answering(b'{"tokens":[9,8]}'))
     assert await source.prepare(FACTS) == "no such folder"
     prompt = await source.resolve(chat(), FACTS)
-    assert prompt == Prompt(pack_ids([9, 8]), 2, Namespace(), "engine", "no_tokenizer")
+    assert said(prompt) == (pack_ids([9, 8]), 2, Namespace(), "engine", "no_tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -457,3 +461,40 @@ async def test_the_next_turn_is_made_of_what_earlier_turns_left(make: Make) -> N
     assert spent["reused"] >= 400
     assert spent["reused"] + spent["made"] == first.tokens + second.tokens
     assert second.ids == local_ids(chat(*talk), prompt_form(chat(*talk)), tiny(), FACTS)
+
+
+async def test_what_needs_no_waiting_is_resolved_now_and_counted_once(make: Make) -> None:
+    counted: list[tuple[str, str]] = []
+    source = await ready(make(count=lambda source, reason: counted.append((source, reason))))
+    for request in (chat(user("hello")), body(COMPLETIONS, prompt=[5, 6]), body(GENERATE), chat({"role": "x"})):
+        now = source.resolve_now(request, FACTS)
+        assert now is not None
+        assert said(now) == said(await source.resolve(request, FACTS, again=True))
+    assert counted == [("local", "unverified"), ("given", ""), ("none", "no_prompt"), ("none", "refused")]
+
+
+async def test_what_waits_for_a_thread_or_an_engine_is_not_resolved_now(make: Make) -> None:
+    counted: list[tuple[str, str]] = []
+    asked: list[str] = []
+
+    async def ask(model: ModelFacts, path: str, question: bytes) -> bytes:
+        asked.append(path)
+        return b'{"tokens": [9, 8]}'
+
+    def count(source: str, reason: str) -> None:
+        counted.append((source, reason))
+
+    source = await ready(make(count=count))
+    for request in (chat(user("long " * 50_000)), chat(user("longer " * 200_000))):
+        assert source.resolve_now(request, FACTS) is None
+        assert not counted
+        assert (await source.resolve(request, FACTS)).source == "local"
+        counted.clear()
+    engine = await ready(make("engine", ask=ask, count=count))
+    request = chat(user("hello"))
+    assert (engine.resolve_now(request, FACTS), asked) == (None, [])
+    assert said(await engine.resolve(request, FACTS)) == (pack_ids([9, 8]), 2, Namespace(), "engine", "engine_mode")
+    assert (counted, asked) == ([("engine", "engine_mode")], ["/v1/tokenize"])
+    other = ModelFacts(engine="unknown", names=("tiny",))
+    assert engine.resolve_now(request, FACTS) is None
+    assert (await engine.resolve(request, other)).source == "none", "what was begun was for engines of another kind"

@@ -97,20 +97,20 @@ def test_a_lone_surrogate_cannot_be_encoded(fast: bool, monkeypatch: pytest.Monk
 def test_a_rust_panic_costs_one_prompt_its_ids() -> None:
     class PanicException(BaseException): ...
 
-    def panics(text: str, special: bool) -> bytes:
-        return module._contained(lambda: (_ for _ in ()).throw(PanicException("index out of bounds")))
+    def panics(texts: list[str], special: bool) -> list[bytes]:
+        raise PanicException("index out of bounds")
 
-    broken = Tokenizer("tokenizers", {}, None, None, b"", panics)
+    broken = Tokenizer("fastokens", {}, None, None, b"", module._FastEncoder(panics))
     with pytest.raises(CannotEncode, match="PanicException"):
         broken.encode("x", False)
 
 
 def test_an_interrupt_is_not_contained() -> None:
-    def stopped() -> bytes:
+    def stopped(texts: list[str], special: bool) -> list[bytes]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        module._contained(stopped)
+        module._FastEncoder(stopped)("x", False)
 
 
 @pytest.mark.parametrize(
