@@ -6,12 +6,14 @@ Runs on the event loop between two awaits. Fleets without prefill or decode engi
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from router.errors import RouterError
 from router.fleet.rank import Rank
 from router.fleet.worker import Worker
+from router.hashing import Scheme
+from router.index.scheme import rekeyed
 from router.internal_fields import with_rank
 from router.pairs.decode import DecodeChoice, DecodeLoad, choose_decode
 from router.pairs.pools import PAIRED_ROUTES, TEXT_ROUTES, Pools, missing_text, partners
@@ -48,6 +50,45 @@ class Candidates(NamedTuple):
 
     ranks: list[Rank]
     decode: Sequence[Worker] = ()
+
+
+class Roster:
+    """What of a model's pools is the same for most requests. Good for as long as the fleet gives these very pools: it
+    makes new ones whenever a worker or its ranks come, go or change, and when a breaker opens or closes."""
+
+    __slots__ = ("_limited", "_rekeyed", "_schemes", "found", "is_plain", "pools")
+
+    def __init__(self, pools: Pools[Worker]) -> None:
+        self.pools = pools
+        self.found = Candidates([rank for worker in pools.plain for rank in worker.ranks])
+        """All ranks of plain workers."""
+        tripped = any(worker.breaker.tripped for worker in pools.plain)
+        self.is_plain = bool(self.found.ranks) and not pools.split and not tripped
+        """A request that has not failed anywhere yet and names no rank may go to all of them."""
+        self._limited = [worker for worker in pools.plain if worker.max_inflight is not None]
+        self._schemes: list[Scheme] = []
+        self._rekeyed = -1
+
+    def has_room(self) -> bool:
+        """No worker is at its limit of requests in flight."""
+        return not self._limited or all(_has_room(worker) for worker in self._limited)
+
+    def schemes(self) -> list[Scheme]:
+        """Those of the workers, as `schemes_of` gives them."""
+        if self._rekeyed != rekeyed():
+            self._rekeyed = rekeyed()
+            self._schemes = schemes_of(self.pools.plain)
+        return self._schemes
+
+
+def schemes_of(workers: Iterable[Worker]) -> list[Scheme]:
+    """Each once. The first is the one all routers go by where one must be named: they see the same fleet."""
+    found = {worker.scheme.scheme for worker in workers if worker.scheme is not None}
+    return sorted(found, key=_order) if len(found) > 1 else list(found)
+
+
+def _order(scheme: Scheme) -> tuple[int, str, bool]:
+    return scheme.width, scheme.kind, scheme.bigram
 
 
 def candidates(
@@ -163,16 +204,16 @@ def _tried(tried: frozenset[str]) -> str:
 def stay_plain(decision: Decision[Rank], plain_below_tokens: int, handover_s: float) -> None:
     """Of a decision over plain and prefill ranks: short uncached prompts stay whole, and so does one whose hand-over
     would cost more than it saves."""
-    if decision.chosen.target.worker.role == "plain":
+    if decision.targets[decision.position].worker.role == "plain":
         return
     plain = [at for at, rank in enumerate(decision.targets) if rank.worker.role == "plain"]
     if not plain:
         return
     best = min(plain, key=decision.cost_s.__getitem__)
-    offered = decision.at(best)
-    uncached = decision.prompt_tokens - offered.predicted_tokens
-    if uncached <= plain_below_tokens or offered.cost_s <= decision.chosen.cost_s + handover_s:
-        decision.chosen, decision.reason = offered, PLAIN_POOL
+    uncached = decision.prompt_tokens - decision.credits[best][4]
+    costs = decision.cost_s
+    if uncached <= plain_below_tokens or costs[best] <= costs[decision.position] + handover_s:
+        decision.position, decision.reason = best, PLAIN_POOL
 
 
 def pair_up(

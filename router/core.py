@@ -8,24 +8,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
-from router.candidates import Candidates, candidates, line, pair_up, stay_plain
+from router.candidates import Candidates, Roster, candidates, line, pair_up, schemes_of, stay_plain
 from router.config.schema import DisaggregationConfig
 from router.describe import explained, explained_decode, record_fields, worker_sample
 from router.errors import RouterError
-from router.feedback import Feedback
+from router.feedback import Feedback, Lesson
 from router.fleet.rank import Rank
 from router.fleet.registry import Fleet
 from router.fleet.worker import Worker
-from router.hashing import NO_NAMESPACE, Scheme, chain_root
+from router.hashing import NO_NAMESPACE, Scheme, TokenIds, chain_root
 from router.index.prefix import PrefixIndex
 from router.internal_fields import client_rank_of, refuse_internal
-from router.matching import PromptKeys, prompt_credits
+from router.matching import prompt_credits
 from router.observe.logs import RateLimit
 from router.observe.metrics import Metrics
 from router.observe.requests import Requests
@@ -33,80 +32,55 @@ from router.observe.traces import NO_HEADERS, Traces
 from router.pair_placement import Pairing, PairPlacement
 from router.pairs.decode import DecodeChoice
 from router.pairs.pools import Pools, missing_text
-from router.placement import RankPlacement
+from router.placement import RankPlacement, Shared
 from router.policy.decide import Asked, Credit, Decision, Policy
-from router.policy.predicted import PredictedBlocks
+from router.policy.predicted import PredictedBlocks, Prediction
 from router.prompt.body import Fields, RequestBody, parse_body
 from router.prompt.large import LARGE_BYTES
 from router.prompt.models import ModelFacts
-from router.prompt.rules import Rules, kinds_of, rules_of
-from router.prompt.source import Prompt, PromptSource, unseen
+from router.prompt.rules import Rules, kinds_of
+from router.prompt.source import PromptSource
 from router.proxy.plan import Outcome, RequestRecord
+from router.request_plan import RequestPlan as RequestPlan
 
 log = logging.getLogger("router.request")
 
 FAILED = (Outcome.UPSTREAM_ERROR, Outcome.STREAM_ERROR)
 RANK_STATES = ("connecting", "replaying", "live", "gapped", "silent", "drifted", "duplicated", "unreachable", "off")
 DRIFT_KINDS = ("block_size", "hash", "ranks", "prompt", "outcome", "role", "bootstrap")
-DRY_RUN = ""
+DRY_RUN: Final = ""
 """The request id of `POST /route`, which no `request_done` follows."""
-MAX_PREDICTED_BLOCKS = 4096
+MAX_PREDICTED_BLOCKS: Final = 4096
 """Of one prompt: what follows would hold up the loop for longer than it is worth."""
-MAX_KNOWN_KINDS = 64
-LONG_PROMPT_BYTES = 4 * 16_384
+MAX_KNOWN_MODELS: Final = 64
+MAX_BEGUN: Final = 64
+"""Requests between `plan_now` and `plan`; of those whose clients left in between, these are remembered for a while."""
+LONG_PROMPT_BYTES: Final = 4 * 16_384
 """Ids of a longer prompt are hashed in slices, so that a million tokens do not hold up everybody else."""
 
 
-@dataclass(slots=True)
-class RequestPlan:
-    """One request, read once. `client_rank` is the DP rank the client named, never overridden. An `encoded` body
-    (Content-Encoding) is not looked into and not changed: it goes by load (case 72)."""
-
-    route: str
-    body: RequestBody
-    prompt: Prompt
-    model: str | None
-    client_rank: int | None
-    encoded: bool
-    request_id: str
-    rules: Rules | None = None
-    """The kind of engine that `prompt` is made for."""
-    others: tuple[RequestPlan, ...] = ()
-    """The same request as the model's other kinds of engine read it; mostly there are none."""
-    keys: PromptKeys = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.keys = PromptKeys(self.prompt.ids, self.prompt.namespace, self.prompt.cached)
-
-    def seen_by(self, worker: Worker) -> RequestPlan:
-        """The plan with the prompt as this worker's kind of engine makes it."""
-        if not self.others:
-            return self
-        rules = rules_of(ModelFacts.from_server_info(worker.info)) if worker.info is not None else None
-        for plan in (self, *self.others):
-            if plan.rules == rules:
-                return plan
-        return replace(self, prompt=unseen(self.prompt), others=())
-
-    @property
-    def copies(self) -> int:
-        return self.body.copies
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.prompt.tokens
-
-    @property
-    def answer_tokens(self) -> int | None:
-        return self.body.max_new_tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Decided:
     """A decision over whole and prefill ranks; of a prefill rank, with the decode rank it is paired with."""
 
-    decision: Decision[Rank]
-    decode: DecodeChoice[Rank] | None
+    __slots__ = ("decision", "decode")
+
+    def __init__(self, decision: Decision[Rank], decode: DecodeChoice[Rank] | None) -> None:
+        self.decision = decision
+        self.decode = decode
+
+
+class Known:
+    """What of a model is the same until its pools change."""
+
+    __slots__ = ("facts", "kinds", "roster", "rules")
+
+    def __init__(self, pools: Pools[Worker]) -> None:
+        self.roster = Roster(pools)
+        self.kinds = kinds_of((*pools.plain, *pools.prefill))
+        """The kinds of engine that can take a request, by the rules their prompts are made by."""
+        self.rules = next(iter(self.kinds), None)
+        """The first kind's; None while there is no engine."""
+        self.facts = self.kinds[self.rules] if self.rules is not None else None
 
 
 class RoutingCore:
@@ -142,41 +116,80 @@ class RoutingCore:
         self._predicted = predicted
         self._on_predicted = on_predicted
         self._feedback = Feedback(fleet.chains, index, predicted, clock)
-        self._expose = expose_routing_headers
+        self._shared = Shared(metrics, fleet, predicted, self._feedback, expose_routing_headers)
         self._allow_internal = allow_internal_fields
         self._clock = clock
         self._pairing = pairing or Pairing(DisaggregationConfig(), fleet, metrics, clock=clock)
         self._shared_page = shared_page
         self._log_limit = RateLimit(10.0, clock)
-        self._known_kinds: dict[str | None, tuple[Pools[Worker], dict[Rules, ModelFacts]]] = {}
+        self._known: dict[str | None, Known] = {}
+        self._begun: dict[int, tuple[str, RequestBody, RequestPlan | None]] = {}
+        """What a `plan_now` that gave none left for `plan`: request id, body, and the plan of a long prompt, which is
+        counted already. By the body's identity: others begin before `plan` has its turn."""
+
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan | None:
+        """As `plan`, where nothing has to be waited for. None: await `plan`, which goes on from here."""
+        if self._traces is not None or len(body) > LARGE_BYTES:
+            return None
+        encoded = _is_encoded(headers)
+        request = RequestBody(route, body, Fields()) if encoded else parse_body(route, body)
+        client_rank = self._checked(route, headers, request)
+        model = request.model or None
+        known = self._known_of(model)
+        plan: RequestPlan | None = None
+        if len(known.kinds) <= 1:
+            prompt = self._prompts.resolve_now(request, known.facts)
+            if prompt is not None:
+                plan = RequestPlan(route, request, prompt, model, client_rank, encoded, request_id, known.rules)
+                if prompt.ids is None or not self._takes_turns(plan, prompt.ids):
+                    return plan
+        if len(self._begun) >= MAX_BEGUN:
+            del self._begun[next(iter(self._begun))]
+        self._begun[id(body)] = request_id, request, plan
+        return None
 
     async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan:
         """Reads the request and finds its token ids. Raises RouterError (bad_json, model_not_found)."""
         if self._traces is not None and request_id != DRY_RUN:
             self._traces.begin(request_id, route, headers)
-        encoded = headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
-        if encoded:
+        begun = self._begun.pop(id(body), None)
+        if begun is not None and begun[0] == request_id and begun[1].raw is body:
+            _, request, plan = begun
+            if plan is not None:
+                return await self._in_turns(plan)
+        elif _is_encoded(headers):
             request = RequestBody(route, body, Fields())
         else:
             request = parse_body(route, body) if len(body) <= LARGE_BYTES else await self._prompts.read(route, body)
-        model = request.model or None  # engines read "" as not given
-        self._check_model(model)
+        client_rank = self._checked(route, headers, request)
+        model = request.model or None
+        known = self._known_of(model)
+        prompt = await self._prompts.resolve(request, known.facts)
+        plan = RequestPlan(route, request, prompt, model, client_rank, _is_encoded(headers), request_id, known.rules)
+        if len(known.kinds) > 1:
+            plan = await self._for_all(plan, known.kinds)
+        if prompt.ids is None or not self._takes_turns(plan, prompt.ids):
+            return plan
+        return await self._in_turns(plan)
+
+    def _checked(self, route: str, headers: Mapping[str, str], request: RequestBody) -> int | None:
+        """The rank the client named. Raises RouterError for what nobody here may be asked."""
+        self._check_model(request.model or None)  # engines read "" as not given
         if not self._allow_internal:
             refuse_internal(request)
-        client_rank = client_rank_of(route, headers, request)
-        kinds = self._kinds(model)
-        rules = next(iter(kinds), None)
-        prompt = await self._prompts.resolve(request, kinds[rules] if rules is not None else None)
-        plan = RequestPlan(route, request, prompt, model, client_rank, encoded, request_id, rules)
-        if len(kinds) > 1:
-            plan = await self._for_all(plan, kinds)
-        if prompt.ids is not None and not self._creditable(plan):
+        return client_rank_of(route, headers, request)
+
+    def _takes_turns(self, plan: RequestPlan, ids: TokenIds) -> bool:
+        """Whether the prompt is so long that its keys are to be made in turns; counts one that earns no credit."""
+        if plan.prompt.namespace != NO_NAMESPACE and not self._creditable(plan):
             self._metrics.uncredited_prompts.inc()
-        if prompt.ids is not None and len(prompt.ids) > LONG_PROMPT_BYTES:
-            for each in (plan, *plan.others):
-                for _ in each.keys.steps(self._schemes(model)):
-                    await asyncio.sleep(0)
-            await asyncio.sleep(0)  # placing it takes a turn of its own
+        return len(ids) > LONG_PROMPT_BYTES
+
+    async def _in_turns(self, plan: RequestPlan) -> RequestPlan:
+        for each in (plan, *plan.others):
+            for _ in each.keys.steps(self._schemes(plan.model)):
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)  # placing it takes a turn of its own
         return plan
 
     async def _for_all(self, plan: RequestPlan, kinds: Mapping[Rules, ModelFacts]) -> RequestPlan:
@@ -185,7 +198,7 @@ class RoutingCore:
         for rules, facts in kinds.items():
             if rules == plan.rules:
                 continue
-            view = replace(plan, rules=rules, prompt=await self._prompts.resolve(plan.body, facts, again=True))
+            view = plan.of(await self._prompts.resolve(plan.body, facts, again=True), rules)
             same = next((v for v in views if v.prompt.ids == view.prompt.ids), None)
             if same is not None and same.prompt.namespace == view.prompt.namespace:
                 view.keys = same.keys
@@ -197,13 +210,11 @@ class RoutingCore:
     def _creditable(self, plan: RequestPlan) -> bool:
         """False when some worker's stream cannot tell this namespace's blocks from others' (cases 40, 41)."""
         namespace = plan.prompt.namespace
-        return namespace == NO_NAMESPACE or all(
-            chain_root(scheme, namespace) is not None for scheme in self._schemes(plan.model)
-        )
+        return all(chain_root(scheme, namespace) is not None for scheme in self._schemes(plan.model))
 
     def _schemes(self, model: str | None) -> set[Scheme]:
         pools = self.fleet.pools(model)
-        return {w.scheme.scheme for pool in (pools.plain, pools.prefill) for w in pool if w.scheme is not None}
+        return set(schemes_of((*pools.plain, *pools.prefill)))
 
     def place(self, plan: RequestPlan, tried: frozenset[str]) -> RankPlacement | PairPlacement:
         """Chooses a rank, or a pair of them, and counts the request as its load.
@@ -213,64 +224,62 @@ class RoutingCore:
 
     def place_whole(self, plan: RequestPlan, tried: frozenset[str]) -> RankPlacement:
         """As `place`, for who cannot send pairs: only plain engines are candidates."""
-        placement = self._place(plan, tried, Pools(plain=self.fleet.pools(plan.model).plain))
+        pools = self.fleet.pools(plan.model)
+        placement = self._place(plan, tried, Pools(plain=pools.plain) if pools.split else pools)
         assert isinstance(placement, RankPlacement), "nothing is split in that pool"
         return placement
 
     def _place(self, plan: RequestPlan, tried: frozenset[str], pools: Pools[Worker]) -> RankPlacement | PairPlacement:
         started = time.perf_counter()
         now_s = self._clock()
-        for each in (plan, *plan.others):
-            self._feedback.learn(each.keys)
+        feedback, metrics = self._feedback, self._metrics
+        feedback.learn(plan.keys)
+        for other in plan.others:
+            feedback.learn(other.keys)
         decided = self._decide(plan, tried, now_s, pools, limited=True)
         decision = decided.decision
-        chosen = decision.chosen
-        rank = chosen.target
-        plan = plan.seen_by(rank.worker)
-        if rank.worker.breaker.tripped:
-            rank.worker.breaker.placed()
-        uncached = max(0, plan.prompt.tokens - chosen.predicted_tokens)
-        ticket = rank.account.place(plan.prompt.tokens, uncached, now_s, self._policy.weights.share_tau_s)
-        lesson = self._feedback.placed(chosen, plan.prompt, plan.keys)
-        prediction = None
-        if rank.trusted and rank.worker.scheme is not None:
-            keys = plan.keys.under(rank.worker.scheme.scheme)
-            confirmed = chosen.cached_by_tier[3] // rank.worker.scheme.scheme.width
-            soon = keys[confirmed : confirmed + MAX_PREDICTED_BLOCKS]
-            prediction = self._predicted.add(rank.slot, soon, now_s)
-            if prediction is not None and self._on_predicted is not None:
-                self._on_predicted(rank, soon)
-        self._metrics.decision_seconds.observe(time.perf_counter() - started)
-        self._metrics.decisions.inc(decision.reason)
+        rank, credit = decision.targets[decision.position], decision.credits[decision.position]
+        worker = rank.worker
+        if plan.others:
+            plan = plan.seen_by(worker)
+        if worker.breaker.tripped:
+            worker.breaker.placed()
+        prompt = plan.prompt
+        uncached = prompt.tokens - credit[4] if prompt.tokens > credit[4] else 0
+        ticket = rank.account.place(prompt.tokens, uncached, now_s, self._policy.weights.share_tau_s)
+        lesson: Lesson | None = None
+        prediction: Prediction | None = None
+        if rank.trusted and worker.scheme is not None:
+            scheme = worker.scheme.scheme
+            own = plan.keys.under(scheme)
+            if own:
+                lesson = feedback.placed(rank, credit, prompt, plan.keys)
+                prediction = self._predict(rank, own, credit[3] // scheme.width, now_s)
+        metrics.decision_seconds.observe(time.perf_counter() - started)
+        metrics.decisions.inc(decision.reason)
+        decode = decided.decode.chosen.target if decided.decode is not None else None
         self._requests.placed(
-            at_s=now_s,
-            request_id=plan.request_id,
-            route=plan.route,
-            model=plan.model,
-            ids_source=plan.prompt.source,
-            ids_reason=plan.prompt.reason,
-            prompt_tokens=plan.prompt.tokens,
-            decision=decision,
-            decode=decided.decode.chosen.target if decided.decode is not None else None,
+            now_s,
+            plan.request_id,
+            plan.route,
+            plan.model,
+            prompt.source,
+            prompt.reason,
+            prompt.tokens,
+            decision,
+            decode,
         )
-        whole = RankPlacement(
-            rank=rank,
-            plan=plan,
-            chosen=chosen,
-            decision=decision,
-            best_cached_tokens=decision.best_cached_tokens,
-            blind_cached_tokens=decision.blind_cached_tokens,
-            ticket=ticket,
-            forget_prediction=(lambda: self._predicted.drop(prediction)) if prediction is not None else None,
-            trace_headers=self._traces.headers(plan.request_id) if self._traces is not None else NO_HEADERS,
-            metrics=self._metrics,
-            fleet=self.fleet,
-            lesson=lesson,
-            expose=self._expose,
-        )
-        if decided.decode is None:
-            return whole
-        return self._pairing.pair(whole, decided.decode.chosen.target, plan, now_s, self._expose)
+        traced = self._traces.headers(plan.request_id) if self._traces is not None else NO_HEADERS
+        whole = RankPlacement(self._shared, rank, plan, decision, ticket, lesson, prediction, traced)
+        return whole if decode is None else self._pairing.pair(whole, decode, plan, now_s, self._shared.expose)
+
+    def _predict(self, rank: Rank, own: list[int], held_blocks: int, now_s: float) -> Prediction | None:
+        """The blocks of the prompt that `rank` does not hold yet, and will soon."""
+        soon = own[held_blocks : held_blocks + MAX_PREDICTED_BLOCKS]
+        prediction = self._predicted.add(rank.slot, soon, now_s)
+        if prediction is not None and self._on_predicted is not None:
+            self._on_predicted(rank, soon)
+        return prediction
 
     def explain(self, plan: RequestPlan) -> dict[str, Any]:
         """The answer of `POST /route`: the decision, every candidate's terms, and no side effect."""
@@ -299,18 +308,23 @@ class RoutingCore:
         limited: bool = False,
     ) -> Decided:
         """`limited`: workers at their limit of requests in flight are no candidates."""
-        found = candidates(pools, plan, tried, now_s, limited=limited)
+        known = self._known.get(plan.model)
+        roster = known.roster if known is not None and known.roster.pools is pools else None
+        if roster is None or not roster.is_plain or tried or plan.client_rank is not None:
+            roster = None
+        if roster is not None and (not limited or roster.has_room()):
+            found, schemes = roster.found, roster.schemes()
+        else:
+            found = candidates(pools, plan, tried, now_s, limited=limited)
+            schemes = schemes_of([*[rank.worker for rank in found.ranks], *found.decode])
         self._predicted.expire(now_s)
-        schemes = {rank.worker.scheme.scheme for rank in found.ranks if rank.worker.scheme is not None}
-        if found.decode:
-            schemes |= {worker.scheme.scheme for worker in found.decode if worker.scheme is not None}
         credits = self._credits(plan, found, schemes)
         self._feedback.temper(credits)
         asked = _asked(plan, schemes)
         decision = self._policy.decide(asked, found.ranks, credits, now_s)
         return Decided(decision, self._second_half(decision, found, plan, credits, now_s) if found.decode else None)
 
-    def _credits(self, plan: RequestPlan, found: Candidates, schemes: set[Scheme]) -> dict[int, Credit]:
+    def _credits(self, plan: RequestPlan, found: Candidates, schemes: list[Scheme]) -> dict[int, Credit]:
         """Each rank is credited with the ids that its own kind of engine makes."""
         if not plan.others:
             return prompt_credits(self._index, self._predicted, plan.keys, schemes)
@@ -331,7 +345,7 @@ class RoutingCore:
         """None when the prompt stays on a plain engine."""
         settings = self._pairing.settings
         stay_plain(decision, settings.plain_below_tokens, settings.handover_s)
-        chosen = decision.chosen.target
+        chosen = decision.targets[decision.position]
         if chosen.worker.role != "prefill":
             return None
         return pair_up(chosen, found.decode, plan, credits, now_s, self._pairing.rng)
@@ -339,17 +353,14 @@ class RoutingCore:
     def pool(self, plan: RequestPlan) -> Hashable:
         return plan.model, plan.client_rank, line(self.fleet.pools(plan.model), plan)
 
-    def _kinds(self, model: str | None) -> dict[Rules, ModelFacts]:
-        """The kinds of engine that can take the request, by the rules their prompts are made by."""
+    def _known_of(self, model: str | None) -> Known:
         pools = self.fleet.pools(model)
-        known = self._known_kinds.get(model)
-        if known is not None and known[0] is pools:
-            return known[1]
-        kinds = kinds_of((*pools.plain, *pools.prefill))
-        if len(self._known_kinds) >= MAX_KNOWN_KINDS:
-            self._known_kinds.clear()
-        self._known_kinds[model] = pools, kinds
-        return kinds
+        known = self._known.get(model)
+        if known is None or known.roster.pools is not pools:
+            if len(self._known) >= MAX_KNOWN_MODELS:
+                self._known.clear()
+            known = self._known[model] = Known(pools)
+        return known
 
     def _check_model(self, model: str | None) -> None:
         if model:
@@ -416,10 +427,14 @@ class RoutingCore:
         return await asyncio.to_thread(self._metrics.render, snapshot, RANK_STATES, DRIFT_KINDS)
 
 
-def _asked(plan: RequestPlan, schemes: Collection[Scheme]) -> Asked:
-    """In a fleet of several schemes all routers must look at the same one's keys."""
-    known, rank = plan.prompt.ids is not None, plan.client_rank
-    if not known or not schemes:
-        return Asked(plan.prompt.tokens, known, rank)
-    scheme = min(schemes, key=lambda scheme: (scheme.width, scheme.kind, scheme.bigram))
-    return Asked(plan.prompt.tokens, known, rank, plan.keys.under(scheme), scheme.width)
+def _is_encoded(headers: Mapping[str, str]) -> bool:
+    coding = headers.get("content-encoding")
+    return coding is not None and coding.strip().lower() not in ("", "identity")
+
+
+def _asked(plan: RequestPlan, schemes: list[Scheme]) -> Asked:
+    """In a fleet of several schemes all routers must look at the same one's keys: at the first one's."""
+    prompt = plan.prompt
+    if prompt.ids is None or not schemes:
+        return Asked(prompt.tokens, prompt.ids is not None, plan.client_rank)
+    return Asked(prompt.tokens, True, plan.client_rank, plan.keys.under(schemes[0]), schemes[0].width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from router.contract.events import Tier
@@ -62,7 +62,7 @@ def explained_decode(choice: DecodeChoice[Rank]) -> dict[str, Any]:
 
 
 def record_fields(record: RequestRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__ if name != "usage"}
+    return {field.name: getattr(record, field.name) for field in fields(record) if field.name != "usage"}
 
 
 def worker_sample(worker: Worker, now_s: float) -> WorkerSample:

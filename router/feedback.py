@@ -8,7 +8,6 @@ sent teach; `POST /route` does not come through here, but for the credit that is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from router.fleet.rank import Rank
 from router.fleet.worker import Worker
@@ -17,25 +16,29 @@ from router.index.ledger import Routed
 from router.index.prefix import PrefixIndex
 from router.index.vouch import Chains
 from router.matching import PromptKeys, prompt_credits
-from router.policy.decide import NO_CREDIT, Credit, Scored
+from router.policy.decide import NO_CREDIT, Credit
 from router.policy.predicted import PredictedBlocks
 from router.prompt.source import Prompt
 
 
-@dataclass(slots=True)
 class Lesson:
-    """One request under way. `ended` is called once, with what the engine reported (None: nothing)."""
+    """One request under way, to be told to `Feedback.ended` once."""
 
-    owner: Feedback
-    rank: Rank
-    held_tokens: int
-    hoped_tokens: int
-    prompt_tokens: int
-    comparable: bool
-    routed: Routed | None
+    __slots__ = ("held_tokens", "hoped_tokens", "prompt_tokens", "rank", "routed")
 
-    def ended(self, prompt_tokens: int | None, cached_tokens: int | None) -> None:
-        self.owner.ended(self, prompt_tokens, cached_tokens)
+    def __init__(
+        self,
+        rank: Rank,
+        held_tokens: int,
+        hoped_tokens: int,
+        prompt_tokens: int,
+        routed: Routed | None,
+    ) -> None:
+        self.rank = rank
+        self.held_tokens = held_tokens
+        self.hoped_tokens = hoped_tokens
+        self.prompt_tokens = prompt_tokens
+        self.routed = routed
 
 
 class Feedback:
@@ -58,6 +61,8 @@ class Feedback:
 
     def temper(self, credits: dict[int, Credit]) -> None:
         """Scales the credit of ranks whose engines keep reporting less than was predicted, in whole blocks."""
+        if not self._doubted:
+            return
         for rank in list(self._doubted):
             if rank.dead or rank.outcome.expire(self._clock()):
                 self._judged(rank)
@@ -68,23 +73,22 @@ class Feedback:
                 a, b, c, d, e = (int(tokens * share) // width * width for tokens in credit)
                 credits[rank.slot] = (a, b, c, d, e)
 
-    def placed(self, chosen: Scored[Rank], prompt: Prompt, keys: PromptKeys) -> Lesson:
-        """A prompt was given to the chosen rank, and is not among the predicted ones yet."""
-        rank, held, hoped, routed = chosen.target, chosen.cached_by_tier[3], chosen.predicted_tokens, None
-        scheme, ids = rank.worker.scheme, prompt.ids
-        comparable = False
+    def placed(self, rank: Rank, credit: Credit, prompt: Prompt, keys: PromptKeys) -> Lesson | None:
+        """A prompt was given to a trusted rank, credited with that, and is not among the predicted ones yet. Some block
+        of it can be credited there. None: its answer will teach nothing."""
+        ids, scheme, ledger = prompt.ids, rank.worker.scheme, rank.ledger
         # The reports of a batch, or of several copies, are sums: they teach nothing.
-        if ids is not None and scheme is not None and rank.trusted and token_count(ids) == prompt.tokens:
-            own = keys.under(scheme.scheme)
-            comparable = bool(own)
-            if rank in self._doubted:
-                found = prompt_credits(self._index, self._predicted, keys, (scheme.scheme,))
-                _, _, _, held, hoped = found.get(rank.slot, NO_CREDIT)
-            if rank.ledger is not None:
-                routed = rank.ledger.routed(ids, own, prompt.namespace.lora_name)
-        return Lesson(self, rank, held, hoped, prompt.tokens, comparable, routed)
+        if ids is None or scheme is None or ledger is None or token_count(ids) != prompt.tokens:
+            return None
+        own = keys.under(scheme.scheme)
+        held, hoped = credit[3], credit[4]
+        if rank in self._doubted:
+            found = prompt_credits(self._index, self._predicted, keys, (scheme.scheme,))
+            _, _, _, held, hoped = found.get(rank.slot, NO_CREDIT)
+        return Lesson(rank, held, hoped, prompt.tokens, ledger.routed(ids, own, prompt.namespace.lora_name))
 
     def ended(self, lesson: Lesson, prompt_tokens: int | None, cached_tokens: int | None) -> None:
+        """With what the engine reported (None: nothing)."""
         rank = lesson.rank
         if rank.dead or rank.ledger is None:
             return
@@ -92,7 +96,7 @@ class Feedback:
             cached_tokens = None  # nothing reported, or of other token ids than ours
         if lesson.routed is not None:
             rank.ledger.served(lesson.routed, cached_tokens)
-        if lesson.comparable and cached_tokens is not None:
+        if cached_tokens is not None:
             complete = rank.ledger.is_history_complete
             if rank.outcome.add(
                 lesson.held_tokens, lesson.hoped_tokens, cached_tokens, complete=complete, now_s=self._clock()

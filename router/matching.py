@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.hashing import (
     Namespace,
@@ -22,7 +21,7 @@ from router.index.prefix import PrefixIndex
 from router.policy.decide import NO_CREDIT, Credit
 from router.policy.predicted import PredictedBlocks
 
-MAX_BLOCKS_AT_ONCE = 1 << 40
+MAX_BLOCKS_AT_ONCE: Final = 1 << 40
 
 
 class KeySource(Protocol):
@@ -32,11 +31,13 @@ class KeySource(Protocol):
         """Yields after every `slice_blocks` blocks it had to hash; at last what `hashing.prompt_keys` gives."""
 
 
-@dataclass(frozen=True, slots=True)
 class FreshKeys:
     """Every key made from the ids."""
 
-    ids: TokenIds
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: TokenIds) -> None:
+        self.ids = ids
 
     def steps(self, scheme: Scheme, namespace: Namespace, slice_blocks: int) -> Iterator[list[int] | None]:
         state = chain_root(scheme, namespace)
@@ -54,15 +55,19 @@ class FreshKeys:
         yield keys
 
 
-@dataclass(slots=True)
 class PromptKeys:
     """A prompt's block keys, made once per distinct scheme of the fleet (design, section 3)."""
 
-    ids: TokenIds | None
-    namespace: Namespace
-    source: KeySource | None = None
-    """Knows keys that earlier prompts worked out; None: all are made here."""
-    _by_scheme: dict[Scheme, list[int]] = field(default_factory=dict)
+    __slots__ = ("_by_scheme", "_keys", "_scheme", "ids", "namespace", "source")
+
+    def __init__(self, ids: TokenIds | None, namespace: Namespace, source: KeySource | None = None) -> None:
+        """`source` knows keys that earlier prompts worked out; None: all are made here."""
+        self.ids = ids
+        self.namespace = namespace
+        self.source = source
+        self._by_scheme: dict[Scheme, list[int]] = {}
+        self._scheme: Scheme | None = None  # the one asked for last: mostly there is no other
+        self._keys: list[int] = []
 
     @classmethod
     def known(cls, scheme: Scheme, keys: list[int]) -> PromptKeys:
@@ -74,10 +79,18 @@ class PromptKeys:
     def under(self, scheme: Scheme) -> list[int]:
         """Keys of the blocks the engine may serve from its cache, in order; empty when nothing can be credited: no ids,
         a prompt too short, or a namespace whose seed cannot be reproduced."""
-        if scheme not in self._by_scheme:
-            for _ in self._make(scheme, MAX_BLOCKS_AT_ONCE):
-                pass
-        return self._by_scheme[scheme]
+        if scheme is self._scheme:
+            return self._keys
+        keys = self._by_scheme.get(scheme)
+        if keys is None:
+            if self.ids is None or not creditable_blocks(scheme, token_count(self.ids)):
+                keys = self._by_scheme[scheme] = []
+            else:
+                for _ in self._make(scheme, MAX_BLOCKS_AT_ONCE):
+                    pass
+                keys = self._by_scheme[scheme]
+        self._scheme, self._keys = scheme, keys
+        return keys
 
     def steps(self, schemes: Iterable[Scheme], slice_blocks: int = 512) -> Iterator[None]:
         """Makes the keys `under` will give, yielding now and then so that a long prompt can be worked on in turns."""
@@ -111,9 +124,17 @@ def prompt_credits(
             credit = made.get(id(depths))
             if credit is None:
                 a, b, c, d = depths
-                credit = made[id(depths)] = (a * width, b * width, c * width, d * width, d * width)
+                confirmed: Credit = (a * width, b * width, c * width, d * width, d * width)
+                credit = made[id(depths)] = confirmed
             credits[slot] = credit
+        extended: dict[tuple[int, int], Credit] = {}  # one object for equal ones here too: `Policy` goes by identity
         for slot, depth in predicted.extend(chain, found):
-            a, b, c, d, _ = credits.get(slot, NO_CREDIT)
-            credits[slot] = (a, b, c, d, depth * width)
+            held = credits.get(slot, NO_CREDIT)
+            same = id(held), depth
+            longer = extended.get(same)
+            if longer is None:
+                a, b, c, d, _ = held
+                hoped: Credit = (a, b, c, d, depth * width)
+                longer = extended[same] = hoped
+            credits[slot] = longer
     return credits

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,9 +22,7 @@ from router.placement import RankPlacement
 from router.policy.load import Ticket
 from router.prompt.body import RequestBody, present
 from router.proxy.plan import Fault, Outcome, Usage
-
-if TYPE_CHECKING:
-    from router.core import RequestPlan
+from router.request_plan import RequestPlan
 
 SERVED_WELL = frozenset({Outcome.OK, Outcome.CLIENT_CLOSED})
 FAILED = frozenset({Outcome.UPSTREAM_ERROR, Outcome.STREAM_ERROR})

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
@@ -146,7 +145,6 @@ class Service:
         self._listening = False
         self._prepared: deque[ModelFacts] = deque(maxlen=MAX_PREPARED)
         self._loading: set[asyncio.Task[str]] = set()
-        self._incarnations: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
 
     def _close_sinks(self) -> None:
         for sink in (self._access, self._traces):
@@ -184,8 +182,8 @@ class Service:
         if worker.info is None:
             return
         facts = ModelFacts.from_server_info(worker.info)
-        if self._incarnations.setdefault(worker, worker.incarnation) != worker.incarnation:
-            self._incarnations[worker] = worker.incarnation
+        prepared, worker.prepared = worker.prepared, worker.incarnation
+        if prepared not in (None, worker.incarnation):
             self._prompts.doubt(facts)
             for other in self._of(facts):
                 other.drift_over("prompt")

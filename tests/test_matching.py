@@ -54,6 +54,21 @@ def test_predicted_blocks_extend_the_belief_but_not_the_credit() -> None:
     assert credit(index, slot, predicted) == (4, 4, 4, 4, 12)
 
 
+def test_slots_of_one_depth_share_one_object_and_slots_of_others_do_not() -> None:
+    index, predicted, keys = PrefixIndex(), PredictedBlocks(10.0), keys_of()
+    expected: dict[int, Credit] = {}
+    for held in (0, 1, 2, 3, 4):
+        for hoped in (held, 4, 4):
+            slot = index.open_slot()
+            index.store(slot, Tier.GPU, keys[:held])
+            predicted.add(slot, keys[held:hoped], 0.0)
+            if hoped:
+                expected[slot] = (4 * held, 4 * held, 4 * held, 4 * held, 4 * hoped)
+    found = prompt_credits(index, predicted, PromptKeys(IDS, Namespace()), (SCHEME,))
+    assert found == expected
+    assert len({id(credit) for credit in found.values()}) == len(set(found.values()))
+
+
 def test_each_scheme_of_the_fleet_has_its_own_keys_and_width() -> None:
     index = PrefixIndex()
     wide, own = Scheme("sglang-sha256", 8, False), Scheme("xxh3", 4, False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from router.contract.descriptor import RankEndpoints
 from router.contract.events import BlockStored, EventBatch, Tier, WireError, decode_batch
 from router.contract.load import LoadReport, decode_load
+from router.contract.plain import IS_QUICK, PlainReader, time_of
 from router.errors import ContractError
 from router.fleet.doubt import SILENT_BLOCKS, UNUSABLE_STORES, Doubt, RankView, Silence, Strays, UnusableStores
 from router.fleet.observer import FleetObserver
@@ -122,11 +124,14 @@ class Rank:
         self._doubts: dict[str, Doubt] = {}
         self._silence = Silence()
         self._unusable = UnusableStores()
+        self._plain = PlainReader(number) if IS_QUICK else None
         self._strays = Strays()
         self._reported = (0, 0, 0, 0)
         self._is_fresh = False  # batches came since the last rest
         self._oldest_ts_s: float | None = None  # of the live ones among them: the engine's timestamp of the first
         self.slot = NO_SLOT
+        self.credit_slot = NO_SLOT
+        """`slot` while the rank may earn credit (`trusted`), else NO_SLOT: every decision reads it of every rank."""
         self.ledger: RankLedger | None = None
         if off is None and worker.scheme is not None:
             self.slot = index.open_slot()
@@ -143,14 +148,10 @@ class Rank:
         """
         return self.state == "live" and not self.dead
 
-    @property
-    def credit_slot(self) -> int:
-        """`slot` while the rank may earn credit, else NO_SLOT."""
-        return self.slot if self.trusted else NO_SLOT
-
     def retire(self) -> list[Closable]:
         """Cuts the rank off from its streams and gives its blocks back. Returns the streams: the caller closes them."""
         self.dead = True
+        self.credit_slot = NO_SLOT
         self._break_tap()
         if self.ledger is not None:
             self.ledger.close()
@@ -168,7 +169,12 @@ class Rank:
         self.last_seq = seq
         self.last_payload = payload
         try:
+            plain = self._plain
+            if plain is not None and self._applied_plain(plain, ledger, payload):
+                return
             batch = decode_batch(payload)
+            if plain is not None:
+                plain.learn(payload, batch)
             if batch.rank is not None and batch.rank != self.number:
                 self._strays.saw(batch.rank, self._clock())
                 self._reject("rank", f"batch {seq} names rank {batch.rank}; the socket's rank is believed (case 12)")
@@ -187,6 +193,19 @@ class Rank:
             if self._oldest_ts_s is None and self.stream_state == "live":
                 self._oldest_ts_s = batch.ts_s
         self._is_fresh = True
+
+    def _applied_plain(self, plain: PlainReader, ledger: RankLedger, payload: bytes) -> bool:
+        """Of the usual form, and nothing asked for a closer look: applied without decoding it."""
+        store = plain.read(payload)
+        counters = ledger.counters
+        if store is None or self._doubts or counters.odd_widths + counters.unknown_media != self._unusable.known:
+            return False
+        if not ledger.apply_plain(store):
+            return False
+        if self._oldest_ts_s is None and self.stream_state == "live":
+            self._oldest_ts_s = time_of(payload)
+        self._is_fresh = True
+        return True
 
     def rested(self) -> None:
         """What is the same for one batch and for many is done here, once a turn."""
@@ -336,6 +355,7 @@ class Rank:
         before, self.state, self.reason = self.state, state, reason
         if not changed:
             return
+        self.credit_slot = self.slot if self.trusted else NO_SLOT
         self.state_since_s = self._clock()
         self._observer.rank_state(self._url, self.number, state)
         if state in BAD_STATES and self._state_log.allows(state):
@@ -421,7 +441,7 @@ class Rank:
 
 
 def _nonzero(counters: LedgerCounters) -> dict[str, int]:
-    return {name: count for name in LedgerCounters.__slots__ if (count := getattr(counters, name))}
+    return {field.name: count for field in fields(counters) if (count := getattr(counters, field.name))}
 
 
 def _policy_report(report: LoadReport, now_s: float) -> Report:

@@ -200,7 +200,8 @@ class Fleet:
         found = self._routable.get(model)
         if found is None:
             found = [w for w in self._workers.values() if w.routable and (model is None or w.serves(model))]
-            if found:  # only names that are served are kept: a client cannot grow this (case 96)
+            if found:  # only names that are served are kept, and not every `base:adapter` (case 96)
+                _make_room(self._routable)
                 self._routable[model] = found
         return found
 
@@ -211,6 +212,7 @@ class Fleet:
             workers = self.routable(model)
             found = by_role(workers)
             if workers:
+                _make_room(self._pools)
                 self._pools[model] = found
         return found
 
@@ -239,7 +241,10 @@ class Fleet:
             return
         if kind not in CONNECTION_FAULTS:
             worker.health.served()
+            tripped = worker.breaker.tripped
             worker.breaker.fault(self._clock())
+            if worker.breaker.tripped is not tripped:
+                self._changed()
             return
         worker.health.fault(kind)
         if worker.health.down:
@@ -249,12 +254,16 @@ class Fleet:
     def served(self, worker: Worker) -> None:
         """The worker answered a request, with whatever status."""
         worker.health.served()
-        worker.breaker.served()
+        breaker = worker.breaker
+        tripped = breaker.tripped
+        breaker.served()
+        if tripped:
+            self._changed()
 
     # ---- inside
 
     def _changed(self) -> None:
-        """Who is routable, or as what, may be another now."""
+        """Who is routable, or as what, may be another now; or whose breaker is closed, see `candidates.Roster`."""
         self._routable.clear()
         self._pools.clear()
 
@@ -309,6 +318,11 @@ class Fleet:
         while True:
             pause_s = SWEEP_PAUSE_S if self._index.sweep(SWEEP_BLOCKS) else SWEEP_EVERY_S
             await asyncio.sleep(pause_s)
+
+
+def _make_room(known: dict[str | None, Any]) -> None:
+    if len(known) >= MAX_REMEMBERED_MODELS:
+        known.clear()
 
 
 def _normalised(url: str) -> str:

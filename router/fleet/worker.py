@@ -131,6 +131,8 @@ class Worker:
         self.identity = identity
         self.hold: Hold | None = None
         self.incarnation = 0
+        self.prepared: int | None = None
+        """The incarnation whose prompts were prepared for last (router.service)."""
         self.info: ServerInfo | None = None
         self.descriptor: Descriptor | None = None
         self.models: tuple[str, ...] = (settings.model,) if settings.model else ()
@@ -190,7 +192,11 @@ class Worker:
     @property
     def inflight_requests(self) -> int:
         """Requests from placement to last byte, all ranks, siblings' too."""
-        return sum(rank.account.requests + rank.account.sibling_requests for rank in self.ranks)
+        found = 0
+        for rank in self.ranks:
+            account = rank.account
+            found += account.requests + account.sibling_requests
+        return found
 
     def serves(self, model: str) -> bool:
         """By name, or as `base:adapter` by its base."""

@@ -17,7 +17,8 @@ from typing import Any
 from router.contract.events import Tier
 from router.index.runs import SHARD_SHIFT, SHARDS, RunTable
 
-Depths = tuple[int, int, int, int]
+Depths = tuple[int, ...]
+"""Four, one a tier. Of no stated length, so that compiled code keeps the object: see router.policy.decide.Credit."""
 _NOTHING: Depths = (0, 0, 0, 0)
 
 _TIERS = len(Tier)

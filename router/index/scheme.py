@@ -40,6 +40,14 @@ class Finding:
     advice: str
 
 
+_rekeyed = 0
+
+
+def rekeyed() -> int:
+    """How often any worker's scheme became another one: what was made of the schemes of many holds until this grows."""
+    return _rekeyed
+
+
 class Ledger(Protocol):
     def width_settled(self) -> None:
         """Apply the events held until the width was known."""
@@ -135,8 +143,13 @@ class WorkerScheme:
             self._causes[cause] = finding
         self.findings = tuple(self._causes.values())
 
+    def _rekey(self, scheme: Scheme) -> None:
+        global _rekeyed
+        self.scheme = scheme
+        _rekeyed += 1
+
     def _take_bigram(self, pairs: bool) -> None:
-        self.scheme = self.scheme._replace(bigram=pairs)
+        self._rekey(self.scheme._replace(bigram=pairs))
         if pairs == self._advertised_bigram:
             self.find("bigram", None)
             return
@@ -176,7 +189,7 @@ class WorkerScheme:
     def _adopt(self, kind: HashKind) -> None:
         if kind == self.scheme.kind:
             return
-        self.scheme = self.scheme._replace(kind=kind)
+        self._rekey(self.scheme._replace(kind=kind))
         finding = None
         if kind != self.assumed_kind and kind == "xxh3":
             finding = Finding(
@@ -199,6 +212,6 @@ class WorkerScheme:
 
     def _settle(self, width: int) -> None:
         self.is_width_settled = True
-        self.scheme = self.scheme._replace(width=width)
+        self._rekey(self.scheme._replace(width=width))
         for ledger in self._ledgers:
             ledger.width_settled()

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from router.contract.events import Tier
 from router.hashing import Scheme
 from router.index.prefix import PrefixIndex
+from router.index.scheme import rekeyed
 
 MAX_LINKS = 131_072  # per generation, two each for prompts and for events: 90 B a link, made only while needed
 MAX_TOLD_BLOCKS = 131_072  # of recent stores, whose tuples the index shares
@@ -58,6 +59,25 @@ class _Recent:
         found = self._young.get(key, _UNKNOWN)
         return self._old.get(key, _UNKNOWN) if found is _UNKNOWN else found
 
+    def learn_chain(self, keys: Sequence[int]) -> Sequence[int]:
+        """Each key with the one before it. A key names its whole prefix: where one is among the young entries, all
+        before it are. Returns what was not there."""
+        young = self._young
+        known, unknown = 0, len(keys)
+        while known < unknown:
+            middle = (known + unknown) // 2
+            if keys[middle] in young:
+                known = middle + 1
+            else:
+                unknown = middle
+        if known:
+            fresh = keys[known:]
+            if fresh:
+                self.update(zip(fresh, keys[known - 1 :], strict=False))
+            return fresh
+        self.update(zip(keys, chain((None,), keys), strict=False))
+        return keys
+
     def __contains__(self, key: int) -> bool:
         return key in self._young or key in self._old
 
@@ -89,26 +109,34 @@ class Chains:
         self._waiting: dict[int, list[tuple[Voucher, int, Tier]]] = {}
         self._waiting_count = 0
         self._partial: dict[Voucher, None] = {}
+        self._schemes: set[Scheme] | None = None
+        self._rekeyed = 0  # as of `_schemes`
 
     def join(self, voucher: Voucher) -> None:
         self._partial[voucher] = None
+        self._schemes = None
 
     def leave(self, voucher: Voucher) -> None:
         self._partial.pop(voucher, None)
+        self._schemes = None
         if not self._partial:
             self._waiting, self._waiting_count = {}, 0
             self._prompts.clear()
             self._events.clear()
 
     def schemes(self) -> set[Scheme]:
-        """Under which prompts are worth learning now; empty when every rank's history is complete."""
-        return {voucher.scheme() for voucher in self._partial}
+        """Under which prompts are worth learning now; empty when every history is complete. Not to be changed."""
+        if self._schemes is None or self._rekeyed != rekeyed():
+            self._rekeyed = rekeyed()
+            self._schemes = {voucher.scheme() for voucher in self._partial}
+        return self._schemes
 
     def prompt(self, keys: Sequence[int]) -> None:
         """A prompt was routed: its blocks from the first one on, under a scheme keyed by the engine's hashes."""
         if keys and self._partial:
-            self._prompts.update(zip(keys, chain((None,), keys), strict=False))
-            self._wake(keys)
+            fresh = self._prompts.learn_chain(keys)
+            if fresh and self._waiting:
+                self._wake(fresh)
 
     def stored(self, parent: int | None, keys: Sequence[int]) -> None:
         """Some rank announced `keys` below `parent` (None: from the root)."""

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
+
+from router.observe.registered import Registered
+from router.observe.tally import Tally
 
 
-class Counter(Collector):
+class Counter:
     """One number. `name` is without `_total`."""
 
     __slots__ = ("_name", "_text", "_value")
@@ -23,7 +25,7 @@ class Counter(Collector):
         self._name = name
         self._text = text
         self._value = 0.0
-        registry.register(self)
+        registry.register(Registered(self))
 
     def inc(self, by: float = 1) -> None:
         self._value += by
@@ -35,7 +37,26 @@ class Counter(Collector):
         yield CounterMetricFamily(self._name, self._text, self._value)
 
 
-class Children(Collector):
+class TallyCounter:
+    """A number that is counted in `tally` anyway, under `field`."""
+
+    __slots__ = ("_field", "_name", "_tally", "_text")
+
+    def __init__(self, name: str, text: str, tally: Tally, field: str, *, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._tally = tally
+        self._field = field
+        registry.register(Registered(self))
+
+    def describe(self) -> Iterable[Metric]:
+        return [CounterMetricFamily(self._name, self._text)]
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(self._name, self._text, float(getattr(self._tally, self._field)))
+
+
+class Children:
     """A number for each combination of label values. Only for label values from closed sets."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], *, registry: CollectorRegistry) -> None:
@@ -43,7 +64,7 @@ class Children(Collector):
         self._text = text
         self._labels = tuple(labels)
         self._values: dict[tuple[str, ...], float] = {}
-        registry.register(self)
+        registry.register(Registered(self))
 
     def inc(self, *values: str, by: float = 1) -> None:
         self._values[values] = self._values.get(values, 0.0) + by
@@ -63,7 +84,17 @@ class Children(Collector):
         yield family
 
 
-class HistogramChildren(Collector):
+class _Series:
+    """Observations by bucket, the last one without an end, and their sum."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self, buckets: int) -> None:
+        self.counts = [0] * buckets
+        self.sum = 0.0
+
+
+class HistogramChildren:
     """Observations in seconds by bucket, for each combination of label values (none: `labels` is empty)."""
 
     def __init__(
@@ -74,20 +105,18 @@ class HistogramChildren(Collector):
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
         self._written = (*(repr(float(bound)) for bound in buckets), "+Inf")
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
+        self._series: dict[tuple[str, ...], _Series] = {}
         if not labels:
             self._begin(())
-        registry.register(self)
+        registry.register(Registered(self))
 
     def observe(self, seconds: float, *values: str) -> None:
-        counts = self._counts.get(values) or self._begin(values)
-        counts[bisect_left(self._bounds, seconds)] += 1
-        self._sums[values] += seconds
+        series = self._series.get(values) or self._begin(values)
+        series.counts[bisect_left(self._bounds, seconds)] += 1
+        series.sum += seconds
 
-    def _begin(self, values: tuple[str, ...]) -> list[int]:
-        self._sums[values] = 0.0
-        made = self._counts[values] = [0] * (len(self._bounds) + 1)
+    def _begin(self, values: tuple[str, ...]) -> _Series:
+        made = self._series[values] = _Series(len(self._bounds) + 1)
         return made
 
     def describe(self) -> Iterable[Metric]:
@@ -95,10 +124,10 @@ class HistogramChildren(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
-        for values, counts in list(self._counts.items()):
+        for values, series in list(self._series.items()):
             total, buckets = 0, []
-            for bound, count in zip(self._written, list(counts), strict=True):
+            for bound, count in zip(self._written, list(series.counts), strict=True):
                 total += count
                 buckets.append((bound, total))
-            family.add_metric(values, buckets, self._sums[values])
+            family.add_metric(values, buckets, series.sum)
         yield family

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from router import __version__
+from router import __version__, build
 from router.errors import RouterError
 from router.fleet.registry import Fleet
 from router.observe.history import FIELDS, STEP_S, History, Point
@@ -145,7 +145,7 @@ class LivePage:
         self._watch(last)
         return {
             **await self._state(now_s),
-            "version": __version__,
+            "version": f"{__version__} ({build.kind()})",
             "policy": self._policy,
             "started_at": round(self._started_s, 3),
             "reasons": REASONS,

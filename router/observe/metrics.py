@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router import __version__
-from router.observe.counters import Children, Counter, HistogramChildren
+from router.observe.counters import Children, Counter, HistogramChildren, TallyCounter
 from router.observe.tally import Tally
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -62,6 +62,15 @@ _RANK_COUNTERS = (
     ("reported_cached_tokens", "cached tokens the engine reported"),
 )
 """Fields of Tally. They begin at 0 with every incarnation of the worker."""
+
+
+_TOTALS = (
+    ("prompt_tokens", "prompt tokens placed"),
+    ("predicted_cached_tokens", "tokens the chosen rank was believed to hold"),
+    ("best_cached_tokens", "the most any rank was believed to hold"),
+    ("blind_cached_tokens", "the candidates' mean: what a choice without knowledge finds"),
+)
+"""Fields of Tally, of all ranks that ever were."""
 
 
 class _FleetCollector(Collector):
@@ -203,16 +212,6 @@ class Metrics:
             "kv_router_prompt_cache_tokens", "tokens kept from earlier turns, or made", ["result"], registry=at
         )
         self.prompt_cache_bytes = Gauge("kv_router_prompt_cache_bytes", "kept of earlier turns", registry=at)
-        self.prompt_tokens = Counter("kv_router_prompt_tokens", "prompt tokens placed", registry=at)
-        self.predicted_cached_tokens = Counter(
-            "kv_router_predicted_cached_tokens", "tokens the chosen rank was believed to hold", registry=at
-        )
-        self.best_cached_tokens = Counter(
-            "kv_router_best_cached_tokens", "the most any rank was believed to hold", registry=at
-        )
-        self.blind_cached_tokens = Counter(
-            "kv_router_blind_cached_tokens", "the candidates' mean: what a choice without knowledge finds", registry=at
-        )
         self.reported_prompt_tokens = Counter(
             "kv_router_reported_prompt_tokens", "prompt tokens as engines reported them", registry=at
         )
@@ -241,7 +240,9 @@ class Metrics:
         )
 
         self.totals = Tally()
-        """The token counters once more, where the live page can read them."""
+        """Also where the live page reads the tokens of requests."""
+        for name, text in _TOTALS:
+            TallyCounter(f"kv_router_{name}", text, self.totals, name, registry=at)
         info = Gauge("kv_router_build_info", "1; the version is in the label", ["version"], registry=at)
         info.labels(__version__).set(1)
 

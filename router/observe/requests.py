@@ -8,39 +8,65 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from router.fleet.rank import Rank
 from router.policy.decide import Decision
 from router.proxy.plan import RequestRecord
 
-MAX_RECENT = 64
-MAX_RECENT_CANDIDATES = 8192
+MAX_RECENT: Final = 64
+MAX_RECENT_CANDIDATES: Final = 8192
 """A decision explains every candidate: of a large fleet fewer are kept, so that memory does not grow with it."""
-MAX_NAME = 200
-MAX_TTFTS = 4096
+MAX_NAME: Final = 200
+MAX_TTFTS: Final = 4096
 """Between two samples of the curves; more than this many show nothing new."""
 
 
-@dataclass(slots=True, eq=False)
 class Placed:
     """One request on one rank. `record` comes with its end; None of both while it runs."""
 
-    number: int
-    at_s: float
-    request_id: str
-    route: str
-    model: str | None
-    ids_source: str
-    ids_reason: str
-    prompt_tokens: int
-    decision: Decision[Rank]
-    decode: Rank | None = None
-    """The second half of a pair."""
-    record: RequestRecord | None = None
-    retried: bool = False
-    """Another worker was tried afterwards: `record` is that one's."""
+    __slots__ = (
+        "at_s",
+        "decision",
+        "decode",
+        "ids_reason",
+        "ids_source",
+        "model",
+        "number",
+        "prompt_tokens",
+        "record",
+        "request_id",
+        "retried",
+        "route",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        at_s: float,
+        request_id: str,
+        route: str,
+        model: str | None,
+        ids_source: str,
+        ids_reason: str,
+        prompt_tokens: int,
+        decision: Decision[Rank],
+        decode: Rank | None,
+    ) -> None:
+        self.number = number
+        self.at_s = at_s
+        self.request_id = request_id
+        self.route = route
+        self.model = model
+        self.ids_source = ids_source
+        self.ids_reason = ids_reason
+        self.prompt_tokens = prompt_tokens
+        self.decision = decision
+        self.decode = decode
+        """The second half of a pair."""
+        self.record: RequestRecord | None = None
+        self.retried = False
+        """Another worker was tried afterwards: `record` is that one's."""
 
 
 class Sink(Protocol):
@@ -69,7 +95,6 @@ class Requests:
 
     def placed(
         self,
-        *,
         at_s: float,
         request_id: str,
         route: str,
@@ -90,10 +115,11 @@ class Requests:
         if before is not None:
             before.retried = True
         self._running[request_id] = one
-        self._recent.append(one)
+        recent = self._recent
+        recent.append(one)
         self._candidates += len(decision.targets)
-        while len(self._recent) > MAX_RECENT or (self._candidates > MAX_RECENT_CANDIDATES and len(self._recent) > 1):
-            self._candidates -= len(self._recent.popleft().decision.targets)
+        while len(recent) > MAX_RECENT or (self._candidates > MAX_RECENT_CANDIDATES and len(recent) > 1):
+            self._candidates -= len(recent.popleft().decision.targets)
         return one
 
     def done(self, record: RequestRecord, *, failed: bool) -> None:

@@ -133,8 +133,7 @@ def telling(decision: Decision[Rank]) -> Sequence[Scored[Rank]]:
     everyone = range(len(decision.targets))
     cheapest = nsmallest(MAX_CANDIDATES - 2, everyone, key=decision.cost_s.__getitem__)
     holder = max(everyone, key=lambda at: decision.credits[at][4])
-    chosen = next(at for at in everyone if decision.targets[at] is decision.chosen.target)
-    told = {*cheapest, holder, chosen}
+    told = {*cheapest, holder, decision.position}
     return sorted((decision.at(at) for at in told), key=lambda scored: scored.cost_s)
 
 

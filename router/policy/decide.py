@@ -1,7 +1,7 @@
 """Ranks in, one decision with its explanation out. Pure: randomness and time are passed in.
 
 `Policy.decide` runs for every request over every rank of the fleet, so it is one loop over plain attributes: about
-0.8 µs a rank. What it computed stays in the Decision as columns of numbers; objects are made only for who asks.
+0.4 µs a rank. What it computed stays in the Decision as columns of numbers; objects are made only for who asks.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from router.policy.consistent import meeting_key, meeting_place
-from router.policy.cost import CostTerms, CostWeights, attention_factor, work_tokens
+from router.policy.cost import CostTerms, CostWeights
 from router.policy.load import RankLoad
 
-Credit = tuple[int, int, int, int, int]
+Credit = tuple[int, ...]
 """Tokens of one prompt that a rank holds: by tier, cumulative (that tier or a faster one, fastest first), capped as the
-engine caps it; then the same with blocks only predicted, at least the fourth."""
+engine caps it; then the same with blocks only predicted, at least the fourth. These are five; the type does not say so,
+because compiled code would take them out of their object and make a new one wherever its identity is asked for."""
 NO_CREDIT: Credit = (0, 0, 0, 0, 0)
-NO_SLOT = -1
+NO_SLOT: Final = -1
 """`credit_slot` of a rank that may not earn credit: never a key of `credits`."""
-MEDIAN_EVERY_S = 1.0
+MEDIAN_EVERY_S: Final = 1.0
 
 REASONS: dict[str, str] = {
     "only": "one candidate: nothing to choose",
@@ -60,20 +60,28 @@ class Target(Protocol):
 T = TypeVar("T", bound=Target)
 
 
-@dataclass(frozen=True, slots=True)
 class Asked:
     """What the request needs. prompt_tokens is an estimate when `ids_known` is false. `chain`: its block keys, `width`
     tokens each; empty when they are not known."""
 
-    prompt_tokens: int
-    ids_known: bool = True
-    client_rank: int | None = None
-    chain: Sequence[int] = ()
-    width: int = 1
+    __slots__ = ("chain", "client_rank", "ids_known", "prompt_tokens", "width")
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        ids_known: bool = True,
+        client_rank: int | None = None,
+        chain: Sequence[int] = (),
+        width: int = 1,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.ids_known = ids_known
+        self.client_rank = client_rank
+        self.chain = chain
+        self.width = width
 
 
-@dataclass(frozen=True, slots=True)
-class Scored(Generic[T]):
+class Scored(NamedTuple, Generic[T]):
     """One candidate of a decision: what it holds and what it would have cost."""
 
     target: T
@@ -90,36 +98,49 @@ class Decision(Generic[T]):
 
     __slots__ = (
         "_most_believed",
-        "_queue",
-        "_share",
-        "_work",
+        "_terms",
         "best_cached_tokens",
-        "chosen",
         "cost_s",
         "credits",
+        "position",
         "prompt_tokens",
         "reason",
         "targets",
     )
 
-    def __init__(self, prompt_tokens: int, targets: Sequence[T], credits: list[Credit]) -> None:
+    def __init__(
+        self,
+        prompt_tokens: int,
+        targets: Sequence[T],
+        credits: list[Credit],
+        cost_s: list[float],
+        terms: list[float],
+        best_cached_tokens: int,
+        most_believed: int,
+    ) -> None:
+        """`terms`: three a candidate, as in CostTerms; not tuples, which the collector would look at. Chosen is nobody
+        yet."""
         self.prompt_tokens = prompt_tokens
         self.targets = targets
         self.credits = credits
-        self.cost_s: list[float] = []
-        self.reason = ""
-        self.chosen: Scored[T]
-        self.best_cached_tokens = 0
+        self.cost_s = cost_s
+        self._terms = terms
+        self.best_cached_tokens = best_cached_tokens
         """The most any candidate holds (best_cached_tokens_total)."""
-        self._most_believed = 0
-        self._queue: list[float] = []
-        self._work: list[float] = []
-        self._share: list[float] = []
+        self._most_believed = most_believed
+        self.position: int
+        """Of the chosen one."""
+        self.reason: str
+
+    @property
+    def chosen(self) -> Scored[T]:
+        """Made anew for whoever asks: a request itself needs only its target and credit."""
+        return self.at(self.position)
 
     @property
     def scored(self) -> tuple[Scored[T], ...]:
         """Every candidate with its terms, in the given order."""
-        return tuple(self.at(position) for position in range(len(self.targets)))
+        return tuple([self.at(position) for position in range(len(self.targets))])
 
     @property
     def blind_cached_tokens(self) -> float:
@@ -128,12 +149,13 @@ class Decision(Generic[T]):
 
     def at(self, position: int) -> Scored[T]:
         a, b, c, d, believed = self.credits[position]
+        queue, work, share = self._terms[3 * position : 3 * position + 3]
         return Scored(
             self.targets[position],
             (a, b, c, d),
             believed,
             self.prompt_tokens - d,
-            CostTerms(self._queue[position], self._work[position], self._share[position]),
+            CostTerms(queue, work, share),
             self.cost_s[position],
         )
 
@@ -148,6 +170,7 @@ class Policy:
             raise ValueError(f"policy {name!r} is not one of {', '.join(_RULES)}")
         self.name = name
         self.weights = weights
+        self._rule = _RULES[name]
         self._default_rate = default_rate_tokens_per_s
         self._rng = rng
         self._turn = 0
@@ -156,52 +179,61 @@ class Policy:
 
     def decide(self, asked: Asked, targets: Sequence[T], credits: Mapping[int, Credit], now_s: float) -> Decision[T]:
         """Chooses one of `targets` (never empty). `credits` by `credit_slot`; absent means nothing is held there."""
-        get = credits.get
-        held = [get(target.credit_slot, NO_CREDIT) for target in targets] if credits else [NO_CREDIT] * len(targets)
-        decision = Decision(asked.prompt_tokens, targets, held)
-        self._score(decision, now_s)
-        position, decision.reason = _RULES[self.name](self, decision, asked)
-        decision.chosen = decision.at(position)
+        if credits:
+            get = credits.get
+            held = [get(target.credit_slot, NO_CREDIT) for target in targets]
+        else:
+            held = [NO_CREDIT] * len(targets)
+        decision = self._score(asked.prompt_tokens, targets, held, now_s)
+        decision.position, decision.reason = self._rule(self, decision, asked)
         return decision
 
-    def _score(self, decision: Decision[T], now_s: float) -> None:
-        """Fills the columns. The formula is router.policy.cost's, written out for speed; a test holds them equal."""
+    def _score(self, prompt_tokens: int, targets: Sequence[T], credits: list[Credit], now_s: float) -> Decision[T]:
+        """The columns. The formula is router.policy.cost's, written out for speed; a test holds them equal. An idle
+        rank's terms are found by comparisons alone."""
         weights = self.weights
         u_weight, decode_weight, share_weight = weights.u_weight, weights.decode_weight, weights.share_weight
         age_factor, tau_s = weights.age_rate_factor, weights.share_tau_s
-        typical_rate = self._typical_rate(decision.targets, now_s)
+        typical_rate = self._typical_rate(targets, now_s)
         slowest, fastest = typical_rate / weights.same_speed, typical_rate * weights.same_speed
-        prompt_tokens = decision.prompt_tokens
         works: dict[int, float] = {}  # by identity: ranks that hold the same share one object, hashing it costs more
-        exp = math.exp
-        best = believed = 0
-        queues, prefills, shares = decision._queue.append, decision._work.append, decision._share.append
-        costs = decision.cost_s.append
-        for target, credit in zip(decision.targets, decision.credits, strict=True):
+        best, believed = 0, 0
+        credit: Credit | None = None
+        stretched, alone = 0.0, 0.0
+        decayed_s, decay = math.nan, 0.0
+        costs: list[float] = []
+        terms: list[float] = []
+        for target, held in zip(targets, credits, strict=True):
+            if held is not credit:
+                credit = held
+                known = works.get(id(held))
+                if known is None:
+                    known = works[id(held)] = _stretched_work(prompt_tokens, held, weights)
+                    best, believed = max(best, held[3]), max(believed, held[4])
+                stretched = known
+                alone = stretched * u_weight
             load = target.account
-            rate = load.prefill_tokens_per_s or typical_rate
-            if slowest < rate < fastest:
+            rate = load.prefill_tokens_per_s
+            if not rate or slowest < rate < fastest:
                 rate = typical_rate
-            queue: float = load.queued_uncached_tokens
-            aged = (now_s - load.oldest_placed_s) * rate * age_factor
-            if aged > queue:
-                queue = aged
+            queue = 0.0
+            if load.queued_uncached_tokens:
+                queue = float(load.queued_uncached_tokens)
+            if load.oldest_placed_s < now_s:
+                aged = (now_s - load.oldest_placed_s) * rate * age_factor
+                if aged > queue:
+                    queue = aged
             if now_s <= load.reported_until_s and load.reported_queue_tokens > queue:
-                queue = load.reported_queue_tokens
-            work = works.get(id(credit))
-            if work is None:
-                work = works[id(credit)] = _stretched_work(prompt_tokens, credit, weights)
-                best, believed = max(best, credit[3]), max(believed, credit[4])
-            work *= u_weight + decode_weight * load.decoding
-            share = load.share_sum_tokens
-            if share:
-                age_s = now_s - load.share_at_s
-                share *= share_weight * exp(-age_s / tau_s) if age_s > 0 else share_weight
-            queues(queue)
-            prefills(work)
-            shares(share)
-            costs((queue + work + share) / rate)
-        decision.best_cached_tokens, decision._most_believed = best, believed
+                queue = float(load.reported_queue_tokens)
+            work = stretched * (u_weight + decode_weight * load.decoding) if load.decoding else alone
+            if load.share_at_s != decayed_s:  # mostly all ranks' sums are as of one time
+                decayed_s = load.share_at_s
+                age_s = now_s - decayed_s
+                decay = share_weight * math.exp(-age_s / tau_s) if age_s > 0 else share_weight
+            share = load.share_sum_tokens * decay
+            terms += (queue, work, share)
+            costs.append((queue + work + share) / rate)
+        return Decision(prompt_tokens, targets, credits, costs, terms, best, believed)
 
     def _typical_rate(self, targets: Sequence[Target], now_s: float) -> float:
         """The fleet's median speed, also for ranks that report none; renewed once a second."""
@@ -226,29 +258,32 @@ class Policy:
             return position, "only"
         if not asked.ids_known:
             return position, "no_tokens"
-        if asked.chain and (meeting := self._meeting(decision, asked, position)) is not None:
-            return meeting, "consistent"
+        if asked.chain and not decision._terms[3 * position]:
+            meeting = self._meeting(decision, asked, position)
+            if meeting is not None:
+                return meeting, "consistent"
         if not decision._most_believed:
             return position, "load"
         return position, "prefix" if decision.credits[position][4] == decision._most_believed else "balance"
 
     def _meeting(self, decision: Decision[T], asked: Asked, best: int) -> int | None:
-        """Among idle ranks as good as `best`, the one on which all routers agree; None when there is no other. Busy
-        ranks are told apart by their load even where that costs a copy of the prefix."""
-        held, queues, credits = decision._most_believed, decision._queue, decision.credits
-        if queues[best] or credits[best][4] != held:
+        """Among idle ranks as good as `best`, which is one of them, that on which all routers agree; None when there is
+        no other. Busy ranks are told apart by their load even where that costs a copy of the prefix."""
+        held, terms, credits, costs = decision._most_believed, decision._terms, decision.credits, decision.cost_s
+        if credits[best][4] != held:
             return None
-        limit = decision.cost_s[best] * (1 + self.weights.consistent_tolerance)
-        near = [
-            i for i, cost_s in enumerate(decision.cost_s) if cost_s <= limit and not queues[i] and credits[i][4] == held
-        ]
+        tolerance = self.weights.consistent_tolerance
+        if not tolerance and costs.count(costs[best]) == 1:  # it is the lowest, and the only one
+            return None
+        limit = costs[best] * (1 + tolerance)
+        near = [i for i, cost_s in enumerate(costs) if cost_s <= limit and not terms[3 * i] and credits[i][4] == held]
         if len(near) < 2:
             return None
         key = meeting_key(asked.chain, asked.width, held)
         return near[meeting_place(key, [decision.targets[i].anchor for i in near])]
 
     def _overlap(self, decision: Decision[T], asked: Asked) -> tuple[int, str]:
-        keys = [(-credit[3], queue) for credit, queue in zip(decision.credits, decision._queue, strict=True)]
+        keys = [(-credit[3], queue) for credit, queue in zip(decision.credits, decision._terms[::3], strict=True)]
         return self._lowest(keys), "overlap"
 
     def _round_robin(self, decision: Decision[T], asked: Asked) -> tuple[int, str]:
@@ -277,11 +312,16 @@ def _requests(target: Target) -> int:
 
 
 def _stretched_work(prompt_tokens: int, credit: Credit, weights: CostWeights) -> float:
-    """Prefill work of the prompt where `credit` is held, predicted blocks taken as held in the fastest tier."""
+    """Prefill work of the prompt where `credit` is held, predicted blocks taken as held in the fastest tier. It is
+    `work_tokens` times `attention_factor`, written out."""
     a, b, c, d, believed = credit
-    extra = max(0, believed - d)
-    work = work_tokens(prompt_tokens, (a + extra, b + extra, c + extra, d + extra), weights)
-    return work * attention_factor(prompt_tokens, d + extra, weights)
+    if believed < d:
+        believed = d
+    gpu, host, disk, external = weights.tier_weights
+    work = prompt_tokens - believed + gpu * (a + believed - d)
+    if d > a:
+        work += host * (b - a) + disk * (c - b) + external * (d - c)
+    return work * (1.0 + (believed + prompt_tokens) / 2 / weights.attention_tokens)
 
 
 _RULES: dict[str, Callable[[Policy, Decision[Any], Asked], tuple[int, str]]] = {

@@ -46,43 +46,49 @@ class Outstanding(NamedTuple):
 NOTHING = Outstanding(0, 0, 0, 0, math.inf, 0)
 
 
-@dataclass(slots=True, eq=False)
 class Ticket:
     """One placed request. `waiting` until its first byte came; `done` after its last."""
 
-    load: RankLoad
-    prompt_tokens: int
-    uncached_tokens: int
-    placed_s: float
-    waiting: bool = True
-    done: bool = False
+    __slots__ = ("done", "load", "placed_s", "prompt_tokens", "uncached_tokens", "waiting")
+
+    def __init__(self, load: RankLoad, prompt_tokens: int, uncached_tokens: int, placed_s: float) -> None:
+        self.load = load
+        self.prompt_tokens = prompt_tokens
+        self.uncached_tokens = uncached_tokens
+        self.placed_s = placed_s
+        self.waiting = True
+        self.done = False
 
     def first_byte(self) -> None:
         """The prefill is over: its tokens stop counting as queued work."""
         if self.waiting and not self.done:
             self.waiting = False
-            self.load._leave_queue(self)
-            self.load.decoding += 1
-            self.load._changed()
+            load = self.load
+            load._leave_queue(self)
+            load.decoding += 1
+            if load.on_change is not None:
+                load.on_change()
 
     def let_go(self) -> None:
         """Its first byte will not be seen (router.policy.unseen): how long it waits says nothing from now on."""
         load = self.load
-        load._waiting.pop(id(self), None)
+        load._waiting.pop(self, None)
         load.oldest_placed_s = min(load._own_oldest_s(), load._siblings_oldest_s)
 
     def finish(self) -> None:
         """The last byte went out, or the request failed. Safe to call more than once."""
         if self.done:
             return
-        if self.waiting:
-            self.load._leave_queue(self)
-        else:
-            self.load.decoding -= 1
         self.done = True
-        self.load.requests -= 1
-        self.load.tokens -= self.prompt_tokens
-        self.load._changed()
+        load = self.load
+        if self.waiting:
+            load._leave_queue(self)
+        else:
+            load.decoding -= 1
+        load.requests -= 1
+        load.tokens -= self.prompt_tokens
+        if load.on_change is not None:
+            load.on_change()
 
 
 @dataclass(slots=True)
@@ -127,12 +133,14 @@ class RankLoad:
     """Until then the report is believed."""
     prefill_tokens_per_s: float | None = None
     share_sum_tokens: float = 0.0
-    """Decayed sum of the uncached tokens sent here, as of `share_at_s`."""
+    """Decayed sum of the uncached tokens sent here, as of `share_at_s`; what was sent since is in it, grown by as much
+    as it will decay from then on."""
     share_at_s: float = 0.0
+    """A multiple of the decay's time, so that a decision finds one time for all ranks."""
     mean_uncached_tokens: float = 0.0
     """Smoothed uncached tokens of a request placed here; 0 before the first."""
     _measured_from: tuple[int, int] | None = None
-    _waiting: dict[int, Ticket] = field(default_factory=dict)
+    _waiting: dict[Ticket, None] = field(default_factory=dict)
     _siblings: dict[bytes, Outstanding] = field(default_factory=dict)
     _siblings_oldest_s: float = math.inf
     _decoding_unseen: int = 0
@@ -145,32 +153,36 @@ class RankLoad:
         self.queued_uncached_tokens += uncached_tokens
         self.placed_uncached_tokens += uncached_tokens
         self._sent_here(uncached_tokens, now_s, share_tau_s)
-        smoothing = MEAN_SMOOTHING if self.mean_uncached_tokens else 1.0
-        self.mean_uncached_tokens += smoothing * (uncached_tokens - self.mean_uncached_tokens)
-        self._waiting[id(ticket)] = ticket
+        mean = self.mean_uncached_tokens
+        self.mean_uncached_tokens = mean + (MEAN_SMOOTHING if mean else 1.0) * (uncached_tokens - mean)
+        self._waiting[ticket] = None
         if now_s < self.oldest_placed_s:
             self.oldest_placed_s = now_s
-        self._changed()
+        if self.on_change is not None:
+            self.on_change()
         return ticket
 
     def _sent_here(self, uncached_tokens: int, now_s: float, share_tau_s: float) -> None:
         self.reported_queue_tokens += uncached_tokens
-        self.share_sum_tokens = self.share_tokens(now_s, share_tau_s) + uncached_tokens
-        self.share_at_s = now_s
+        age_s = now_s - self.share_at_s
+        if not 0 <= age_s < share_tau_s:
+            since_s = now_s // share_tau_s * share_tau_s
+            self.share_sum_tokens = self.share_tokens(since_s, share_tau_s)
+            self.share_at_s = since_s
+            age_s = now_s - since_s
+        self.share_sum_tokens += uncached_tokens * math.exp(age_s / share_tau_s)
 
     def _leave_queue(self, ticket: Ticket) -> None:
-        self._waiting.pop(id(ticket), None)
+        waiting = self._waiting
+        waiting.pop(ticket, None)
         self.queued_uncached_tokens -= ticket.uncached_tokens
-        self.oldest_placed_s = min(self._own_oldest_s(), self._siblings_oldest_s)
+        oldest_s = self._own_oldest_s() if waiting else math.inf
+        self.oldest_placed_s = oldest_s if oldest_s <= self._siblings_oldest_s else self._siblings_oldest_s
 
     def _own_oldest_s(self) -> float:
-        for oldest in self._waiting.values():  # insertion order is age order
+        for oldest in self._waiting:  # insertion order is age order
             return oldest.placed_s
         return math.inf
-
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
 
     def outstanding(self) -> Outstanding:
         """The own share, as siblings are told of it."""

@@ -36,7 +36,7 @@ Model = dict[int, dict[Tier, Counter[int]]]
 
 
 def expected_match(model: Model, keys: list[int]) -> dict[int, Depths]:
-    found = {}
+    found: dict[int, Depths] = {}
     for slot, tiers in model.items():
         depths = []
         for tier in Tier:

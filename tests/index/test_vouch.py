@@ -13,6 +13,7 @@ from router.contract.events import Tier
 from router.hashing import Namespace, Scheme, pack_ids, prompt_keys
 from router.index import vouch
 from router.index.prefix import PrefixIndex
+from router.index.scheme import WorkerScheme
 from router.index.vouch import Chains, Voucher
 from tests.index.fleet import WIDTH, ModelFleet, deliver
 from tests.index.streams import CHAIN, CLEARED, HASHES, Worker, hashes_of, other_store, removed, store
@@ -257,6 +258,42 @@ def test_links_parents_and_removals_are_remembered_in_bounded_memory(monkeypatch
     assert len(one._origins) <= 30
     assert chains._waiting_count == sum(map(len, chains._waiting.values())) <= 30
     assert len(one) <= 10_000
+
+
+PARENTS = (None, 0, 1, 2, 3, 2, 5, 6, None, 8, 9, 8)
+"""A forest: each key is a block that follows its parent, so that a key names its whole prefix."""
+
+
+def chain_of(end: int) -> list[int]:
+    above = PARENTS[end]
+    return [*chain_of(above), end] if above is not None else [end]
+
+
+@given(limit=st.integers(1, 30), ends=st.lists(st.integers(0, len(PARENTS) - 1), max_size=30))
+def test_of_a_prompt_whose_beginning_is_known_only_the_rest_is_learnt_and_nothing_is_missed(
+    limit: int, ends: list[int]
+) -> None:
+    quick, plain = vouch._Recent(limit, lambda old: None), vouch._Recent(limit, lambda old: None)
+    for end in ends:
+        keys = chain_of(end)
+        known = [key for key in keys if key in quick._young]
+        assert list(quick.learn_chain(keys)) == keys[len(known) :]
+        plain.update(zip(keys, (None, *keys), strict=False))
+        assert (quick._young, quick._old) == (plain._young, plain._old)
+
+
+def test_a_scheme_that_becomes_another_is_learnt_for_from_then_on() -> None:
+    index = PrefixIndex()
+    chains = Chains(index.discard)
+    worker = WorkerScheme(4, "sglang")
+    made = Voucher(index, index.open_slot(), chains, lambda: worker.scheme)
+    assert chains.schemes() == set()
+    made.set_partial(True)
+    assert chains.schemes() == {Scheme("sglang-sha256", 4)}
+    worker.saw_root(False, True, False, False)
+    assert chains.schemes() == {Scheme("xxh3", 4)}
+    made.set_partial(False)
+    assert chains.schemes() == set()
 
 
 def test_what_waits_in_vain_gives_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -107,6 +108,20 @@ def test_the_share_decays_with_its_time_constant() -> None:
     load = RankLoad()
     place(load, now_s=0.0, uncached=1000)
     assert load.share_tokens(TAU_S, TAU_S) == pytest.approx(1000 / 2.718281828, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.floats(0, 400), st.integers(0, 10_000)), min_size=1, max_size=20), st.floats(0, 500))
+def test_the_share_is_the_sum_of_what_was_sent_each_decayed_since(
+    sent: list[tuple[float, int]], later_s: float
+) -> None:
+    load, now_s = RankLoad(), 3e5
+    times = []
+    for pause_s, uncached in sent:
+        now_s += pause_s
+        times.append((now_s, uncached))
+        place(load, now_s, uncached=uncached)
+    expected = sum(tokens * math.exp(-(now_s + later_s - at_s) / TAU_S) for at_s, tokens in times)
+    assert load.share_tokens(now_s + later_s, TAU_S) == pytest.approx(expected)
 
 
 def test_gauges_return_to_zero_after_many_random_lives() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.predicted import EXPIRED_AT_ONCE, PredictedBlocks
+from router.policy.predicted import EXPIRED_AT_ONCE, PredictedBlocks, Prediction
 
 
 def depth(predicted: PredictedBlocks, slot: int, keys: list[int], confirmed: int = 0) -> int:
@@ -73,3 +73,57 @@ def test_nothing_is_left_once_everything_expired(steps: list[tuple[int, list[int
     predicted.expire(1e9)
     assert len(predicted) == 0
     assert not predicted._slots
+
+
+_PARENTS = (None, 0, 1, 2, 3, 2, 5, 6, None, 8, 9, 8)
+"""A forest: each number is a block that follows its parent."""
+
+
+def chain(end: int) -> list[int]:
+    above = _PARENTS[end]
+    return [*chain(above), end] if above is not None else [end]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 11), st.integers(0, 4), st.sampled_from(["keep", "drop", "later"])),
+        max_size=40,
+    )
+)
+def test_what_is_predicted_is_what_the_living_predictions_name(steps: list[tuple[int, int, int, str]]) -> None:
+    """Prompts that share a beginning, begin at another confirmed depth, fail in any order and end in time."""
+    predicted = PredictedBlocks(ttl_s=1.0)
+    living: list[tuple[float, int, list[int], Prediction]] = []
+    for number, (slot, end, confirmed, fate) in enumerate(steps):
+        now_s = number / 10
+        made = predicted.add(slot, chain(end)[confirmed:], now_s)
+        if made is not None:
+            living.append((now_s + 1.0, slot, chain(end)[confirmed:], made))
+        if living and fate != "keep":
+            predicted.drop(living.pop(-1 if fate == "drop" else 0)[3])
+        predicted.expire(now_s)
+        living = [one for one in living if one[0] > now_s]
+        for asked_slot in (0, 1):
+            named = {key for _, of, keys, _ in living if of == asked_slot for key in keys}
+            for keys in map(chain, range(len(_PARENTS))):
+                for start in range(len(keys)):
+                    expected = next((at for at in range(start, len(keys)) if keys[at] not in named), len(keys))
+                    assert depth(predicted, asked_slot, keys, start) == expected
+        assert len(predicted) == sum(len(keys) for _, _, keys, _ in living)
+
+
+def test_the_end_of_a_prompt_that_failed_is_not_kept_with_its_beginning() -> None:
+    """A beginning that is predicted again and again would hold the ends of all that ever shared it, unbounded."""
+    predicted = PredictedBlocks(ttl_s=10.0)
+    long = predicted.add(1, list(range(1000)), 0.0)
+    for depth_blocks in (700, 30, 2):
+        predicted.add(1, list(range(depth_blocks)), 0.0)
+    assert long is not None
+    predicted.drop(long)
+    assert depth(predicted, 1, list(range(1000))) == 700
+    run = predicted._slots[1][0]
+    blocks = 0
+    while run is not None:
+        blocks += len(run.keys)
+        run = run.rest  # type: ignore[assignment]
+    assert blocks == 700
