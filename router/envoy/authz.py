@@ -7,7 +7,8 @@ guards the public listener guards this one: it is the same listener with somebod
 from __future__ import annotations
 
 from router.envoy.pick import ORIGINAL_DESTINATION, Picker, withheld
-from router.proxy.forward import Client, Incoming, Story
+from router.proxy.attempt import Client, Incoming, Story
+from router.proxy.headers import lines_of
 from router.proxy.plan import Outcome
 
 REMOVE = b"x-envoy-auth-headers-to-remove"
@@ -31,5 +32,5 @@ class AuthzCarrier:
         story.worker, story.status, story.answered = picked.worker, 200, True
         story.attempts = 1
         story.outcome = Outcome.OK
-        client.begin(200, b"OK", fields, 0, has_body=True)
+        client.begin(200, b"OK", lines_of(fields), 0, True)
         client.end(b"")

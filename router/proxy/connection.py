@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import ClassVar, Final, Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from router.errors import ERRORS, RouterError
+from router.proxy.headers import AnswerFields
+from router.proxy.known_head import KnownHead
 from router.proxy.plan import Fault, RawHeaders
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HEAD_LIMIT_BYTES = 64 << 10
 FIELDS_LIMIT = 256
 _UNREAD_LIMIT_BYTES = 256 << 10
-_SLICE_BYTES = 256 << 10
+AT_ONCE_BYTES: Final = 256 << 10
+"""A larger body is sent in slices of this size."""
 _COPIED_BYTES = 8 << 10
 """A body up to this is put behind its head: copying it costs less than a second buffer."""
+_KNOWN_ANSWERS: Final = 4
+"""Heads that a connection gets to know in vain; where each one differs (in an id, say) it is not worth more."""
+_LEN_CONTENT_LENGTH: Final = 14
+_LEN_TRANSFER_ENCODING: Final = 17
 _BODYLESS = frozenset({204, 304})
 
 
 class UpstreamError(Exception):
     """A worker could not be used for this exchange. `code` is what the client is told, `fault` what the breaker is."""
 
-    code = "upstream_reset"
-    fault: Fault = "reset"
+    code: ClassVar[str] = "upstream_reset"
+    fault: ClassVar[Fault] = "reset"
 
     def to_client(self) -> RouterError:
         """Says nothing of the worker's address; the log does."""
@@ -37,7 +41,8 @@ class UpstreamError(Exception):
 class UpstreamConnectError(UpstreamError):
     """No connection: nothing of the request was sent, so another worker may be tried."""
 
-    code, fault = "upstream_connect", "connect"
+    code: ClassVar[str] = "upstream_connect"
+    fault: ClassVar[Fault] = "connect"
 
 
 class UpstreamReset(UpstreamError):
@@ -47,13 +52,15 @@ class UpstreamReset(UpstreamError):
 class UpstreamTimeout(UpstreamError):
     """The worker was silent longer than the idle limit."""
 
-    code, fault = "upstream_timeout", "timeout"
+    code: ClassVar[str] = "upstream_timeout"
+    fault: ClassVar[Fault] = "timeout"
 
 
 class UpstreamProtocolError(UpstreamError):
     """What the worker sent is not an HTTP answer within the limits."""
 
-    code, fault = "upstream_protocol", "protocol"
+    code: ClassVar[str] = "upstream_protocol"
+    fault: ClassVar[Fault] = "protocol"
 
 
 class Sink(Protocol):
@@ -62,6 +69,52 @@ class Sink(Protocol):
     def write(self, data: bytes) -> None: ...
     def end(self, data: bytes) -> None:
         """The last piece (maybe empty): the body is complete."""
+
+
+class Owner(Protocol):
+    """Whose exchange it is. Called from the event loop's read callback: must not block and must not raise."""
+
+    def head_came(self) -> None:
+        """The answer's head is there; `Connection.attach` takes the body."""
+
+    def ended(self) -> None:
+        """The sink has had the end of the body."""
+
+    def failed(self, error: UpstreamError) -> None:
+        """Instead of the head, or of the body's end. Nothing more is told."""
+
+
+class _Waiting:
+    """The owner that a coroutine waits for: `done` comes with the head, or with the end of the body."""
+
+    __slots__ = ("done",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.done: asyncio.Future[None] = loop.create_future()
+
+    def head_came(self) -> None:
+        self.ended()
+
+    def ended(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: UpstreamError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # retrieved: who waits may have been cancelled and never look
+
+
+class KnownAnswer:
+    """An answer whose head the connection may see again."""
+
+    __slots__ = ("fields", "head", "reason", "status")
+
+    def __init__(self, status: int, reason: bytes, headers: RawHeaders, fields: AnswerFields) -> None:
+        self.status = status
+        self.reason = reason
+        self.fields = fields
+        self.head = KnownHead(b"HTTP/1.1 %d %b" % (status, reason), headers)
 
 
 class Connection(asyncio.Protocol):
@@ -79,11 +132,16 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._on_idle = on_idle
         self._on_lost = on_lost
+        self._pieces: list[bytes] = []
+        self.on_body: Callable[[bytes], None] = self._pieces.append
+        """llhttp puts the pieces there itself: a method of ours would cost more than all else for a small piece."""
         self._parser = HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._drained: asyncio.Future[None] | None = None
         self._write_paused = False
         self._read_paused = False
+        self._known: KnownAnswer | None = None
+        self._to_know = _KNOWN_ANSWERS
         self.busy = False
         self.last_activity = 0.0
         self._begin()
@@ -92,14 +150,16 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.reason = b""
         self.headers: RawHeaders = []
+        self.fields: AnswerFields | None = None
+        """Made of `headers`, when they were known."""
         self.content_length: int | None = None
         self.got_bytes = False
-        self._head: asyncio.Future[None] | None = None
-        self._done: asyncio.Future[None] | None = None
+        self._owner: Owner | None = None
         self._sink: Sink | None = None
-        self._pieces: list[bytes] = []
+        self._pieces.clear()
         self._head_bytes = 0
         self._head_complete = False
+        self._head_told = False
         self._complete = False
         self._until_close = False
         self._no_body = False
@@ -109,64 +169,83 @@ class Connection(asyncio.Protocol):
 
     # --- the exchange, as the client drives it
 
+    def ask(self, head: bytes, body: bytes, owner: Owner) -> None:
+        """Send one request (no HEAD) of at most AT_ONCE_BYTES. Must be `open`; `owner` is told what comes of it."""
+        assert self._transport is not None
+        self._begin()
+        self.busy = True
+        self._owner = owner
+        self.last_activity = self._loop.time()
+        if len(body) <= _COPIED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        self._sent_all = True
+
+    def attach(self, sink: Sink) -> None:
+        """Push what has come of the body into `sink`, and from now on what comes."""
+        self._sink = sink
+        if self._read_paused:
+            self.resume()
+        self._deliver()
+
+    def disown(self) -> None:
+        """The owner is not told any more. What arrives is kept."""
+        self._owner = None
+
     async def exchange(self, head: bytes, body: bytes, *, no_body: bool) -> None:
         """Send one request and return when the answer's head is there. Raises UpstreamError."""
         if self._transport is None:
             raise UpstreamReset("the worker closed the connection")
-        self._begin()
-        self.busy = True
-        self._no_body = no_body
-        self._head = self._loop.create_future()
-        self.last_activity = self._loop.time()
-        if len(body) <= _SLICE_BYTES:
-            if len(body) <= _COPIED_BYTES:
-                self._transport.write(head + body)
-            else:
-                self._transport.writelines((head, body))
-            self._sent_all = True
+        waiting = _Waiting(self._loop)
+        if len(body) <= AT_ONCE_BYTES:
+            self.ask(head, body, waiting)
+            self._no_body = no_body
         else:
-            self._transport.write(head)
-            self._sent_all = await self._send_large(memoryview(body))
-        await self._head
+            self.ask(head, b"", waiting)
+            self._sent_all = False
+            self._sent_all = await self._send_large(memoryview(body), waiting.done)
+        await waiting.done
 
-    async def _send_large(self, body: memoryview) -> bool:
+    async def _send_large(self, body: memoryview, head: asyncio.Future[None]) -> bool:
         """Slice by slice, so that a body waits in memory once. False: the answer (such as 413) came before its end."""
-        assert self._head is not None
-        for start in range(0, len(body), _SLICE_BYTES):
+        for start in range(0, len(body), AT_ONCE_BYTES):
             if self._write_paused:
                 self._drained = self._loop.create_future()
-                await asyncio.wait((self._drained, self._head), return_when=asyncio.FIRST_COMPLETED)
-            if self._head.done() or self._transport is None:
+                await asyncio.wait((self._drained, head), return_when=asyncio.FIRST_COMPLETED)
+            if head.done() or self._transport is None:
                 return False
-            self._transport.write(body[start : start + _SLICE_BYTES])
+            self._transport.write(body[start : start + AT_ONCE_BYTES])
         return True
 
     async def pipe(self, sink: Sink) -> None:
         """Push the whole body into `sink`. Raises UpstreamError when it does not come to its proper end."""
-        data = b"".join(self._pieces)
-        self._pieces = []
-        if self._complete:
-            sink.end(data)
-            return
-        if data:
-            sink.write(data)
-        if self._error is not None:
+        if self._error is not None and not self._complete:
+            self._sink = sink
+            self._deliver()
+            self._sink = None
             raise self._error
-        self._sink = sink
-        self._done = self._loop.create_future()
-        self.resume_reading()
-        await self._done
+        waiting = _Waiting(self._loop)
+        self._owner = waiting
+        self.attach(sink)
+        await waiting.done
+
+    @property
+    def whole(self) -> bool:
+        """Nothing more will come."""
+        return self._complete
 
     @property
     def has_data(self) -> bool:
+        """Body bytes, or the body's end, came together with the head."""
         return self._complete or bool(self._pieces)
 
-    def pause_reading(self) -> None:
+    def pause(self) -> None:
         if not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
 
-    def resume_reading(self) -> None:
+    def resume(self) -> None:
         if self._read_paused and self._transport is not None:
             self._read_paused = False
             self.last_activity = self._loop.time()
@@ -175,21 +254,25 @@ class Connection(asyncio.Protocol):
     def release(self) -> None:
         """The exchange is over for its owner. An unfinished one costs the connection (the worker sees it at once)."""
         self._sink = None
-        if self.busy and not (self._complete and self._reusable()):
-            self.abort()
-        elif self.busy:
-            self.busy = False
-            self.resume_reading()
-            self._on_idle(self)
-
-    def _reusable(self) -> bool:
-        return (
-            self._sent_all
+        self._owner = None
+        if not self.busy:
+            return
+        transport = self._transport
+        if (
+            self._complete
+            and self._sent_all
             and self._keep_alive
             and not self._no_body  # llhttp does not know that the request was a HEAD
             and self._error is None
-            and self.open
-        )
+            and transport is not None
+            and not transport.is_closing()
+        ):
+            self.busy = False
+            if self._read_paused:
+                self.resume()
+            self._on_idle(self)
+        else:
+            self.abort()
 
     @property
     def open(self) -> bool:
@@ -213,60 +296,115 @@ class Connection(asyncio.Protocol):
         """End the exchange with `error`, and the connection with it."""
         if self._error is None:
             self._error = error
-        for waiter in (self._head, self._done):
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(self._error)
-                waiter.exception()  # retrieved: the owner may have been cancelled and never look
+        owner, self._owner = self._owner, None
         self.abort()
+        if owner is not None:
+            owner.failed(self._error)
 
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.last_activity = self._loop.time()
 
     def data_received(self, data: bytes) -> None:
         if not self.busy or self._complete:
             self.fail(UpstreamProtocolError("the worker sent bytes that belong to no request"))
             return
         self.last_activity = self._loop.time()
-        self.got_bytes = True
+        if not self.got_bytes:
+            self.got_bytes = True
+            known = self._known
+            if known is not None and self._repeats(known, data):
+                self._tell_head()
+                return
+        error: UpstreamError | None = None
         try:
             self._parser.feed_data(data)
-        except HttpParserUpgrade:
-            self.fail(UpstreamProtocolError("the worker switched protocols unasked"))
-        except HttpParserError as error:
-            if not self._complete:
-                cause = error.__context__ or error
-                self.fail(UpstreamProtocolError(f"the worker's answer is not valid HTTP ({cause})"))
-                return
-            self._error = UpstreamProtocolError("the worker sent more than its answer")
-        if not self._head_complete:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_LIMIT_BYTES:
-                self.fail(UpstreamProtocolError(f"the worker's answer head is over {HEAD_LIMIT_BYTES} bytes"))
+        except (HttpParserUpgrade, HttpParserError) as raised:
+            error = self._broken(raised)
+        if not self._head_told:
+            error = self._bound_head(len(data)) or error
+            if self._head_complete:
+                if self._complete and self._to_know:
+                    self._get_to_know(data)
+                self._tell_head()
+        if error is not None:
+            self.fail(error)
+        elif self._pieces or self._sink is not None:
+            self._deliver()
+
+    def _tell_head(self) -> None:
+        self._head_told = True
+        if self._owner is not None:
+            self._owner.head_came()
+
+    def _repeats(self, known: KnownAnswer, data: bytes) -> bool:
+        """`data` is one whole answer with that head, and is taken."""
+        if self._no_body:
+            return False
+        digits, start = known.head.find(data)
+        length = len(data) - start
+        if not start or int(digits) != length:
+            return False
+        self.status, self.reason, self.headers = known.status, known.reason, known.head.fields(digits)
+        self.content_length = length
+        self._head_complete = self._complete = self._keep_alive = True
+        self.fields = known.fields
+        if length:
+            self._pieces.append(data[start:])
+        self._to_know = _KNOWN_ANSWERS
+        return True
+
+    def _get_to_know(self, data: bytes) -> None:
+        """The head that `data`, a whole answer, begins with, if nothing about it is odd."""
+        if not self._keep_alive or self._no_body or self.content_length is None or self._error is not None:
             return
-        self._deliver()
+        self._to_know -= 1
+        self.fields = AnswerFields(self.headers)
+        known = KnownAnswer(self.status, self.reason, self.headers, self.fields)
+        if known.head.was(data):
+            self._known = known
+
+    def _broken(self, raised: HttpParserUpgrade | HttpParserError) -> UpstreamError | None:
+        """What llhttp refused. None: the answer is whole, only its connection is of no more use."""
+        if isinstance(raised, HttpParserUpgrade):
+            return UpstreamProtocolError("the worker switched protocols unasked")
+        if self._complete:
+            self._error = UpstreamProtocolError("the worker sent more than its answer")
+            return None
+        cause = raised.__context__ or raised
+        return UpstreamProtocolError(f"the worker's answer is not valid HTTP ({cause})")
+
+    def _bound_head(self, count: int) -> UpstreamError | None:
+        """`count` more bytes have come of a head (and perhaps of what follows it)."""
+        self._head_bytes += count
+        if self._head_bytes <= HEAD_LIMIT_BYTES:
+            return None
+        if self._head_complete and sum([len(name) + len(value) for name, value in self.headers]) <= HEAD_LIMIT_BYTES:
+            return None
+        self._head_complete = False
+        return UpstreamProtocolError(f"the worker's answer head is over {HEAD_LIMIT_BYTES} bytes")
 
     def _deliver(self) -> None:
+        """Nothing is done twice: the end of the body takes the sink away."""
         sink = self._sink
         if sink is None:
             if not self._complete and sum(map(len, self._pieces)) > _UNREAD_LIMIT_BYTES:
-                self.pause_reading()
+                self.pause()
             return
         pieces = self._pieces
-        if pieces or self._complete:
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            self._pieces = []
-            if self._complete:
-                self._finish(sink, data)
-            else:
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if not self._complete:
+            if data:
                 sink.write(data)
-
-    def _finish(self, sink: Sink, data: bytes) -> None:
+            return
         self._sink = None
         sink.end(data)
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.ended()
 
     def eof_received(self) -> None:
         if self._head_complete and self._until_close and not self._complete:
@@ -275,7 +413,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self.busy and not self._complete:
+        if self.busy and not (self._complete and self._owner is None):  # or its sink has failed at the end
             where = "in the middle of its answer" if self._head_complete else "before it answered"
             self.fail(UpstreamReset(f"the worker closed the connection {where}"))
         if self._drained is not None and not self._drained.done():
@@ -303,8 +441,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_complete:
             return  # trailers end here: they are hop-by-hop for a proxy that re-frames
-        self._head_bytes += len(name) + len(value)
-        if len(self.headers) >= FIELDS_LIMIT or self._head_bytes > HEAD_LIMIT_BYTES:
+        if len(self.headers) >= FIELDS_LIMIT:
             raise ValueError("too many header fields")
         self.headers.append((name, value))
 
@@ -318,11 +455,6 @@ class Connection(asyncio.Protocol):
         if self._no_body or self.status in _BODYLESS:
             self._until_close, self.content_length = False, None
             self._complete = True
-        if self._head is not None and not self._head.done():
-            self._head.set_result(None)
-
-    def on_body(self, data: bytes) -> None:
-        self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self.status < 200:  # 100, 102, 103: the real answer follows
@@ -332,18 +464,17 @@ class Connection(asyncio.Protocol):
             self._complete = True
 
 
-def _framing(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bool, int | None]:
+def _framing(headers: RawHeaders) -> tuple[bool, int | None]:
     """(the body ends with the connection, its length if stated). llhttp has refused contradictory fields."""
     chunked = False
     length: int | None = None
     coded = False
     for name, value in headers:
-        lower = name.lower()
-        if lower == b"transfer-encoding":
+        if len(name) == _LEN_CONTENT_LENGTH and name.lower() == b"content-length":
+            length = int(value)
+        elif len(name) == _LEN_TRANSFER_ENCODING and name.lower() == b"transfer-encoding":
             coded = True
             chunked = value.lower().rstrip().endswith(b"chunked")
-        elif lower == b"content-length":
-            length = int(value)
     if coded:
         return not chunked, None
     return length is None, length

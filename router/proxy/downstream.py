@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Final, Protocol, cast
 
 import msgspec
 
 from router.errors import RouterError
-from router.proxy.forward import Throttled
+from router.proxy.attempt import Story, Throttled
+from router.proxy.headers import lines_of
 from router.proxy.plan import RawHeaders
 from router.proxy.request import Request, RequestParser
 
-_MAX_WAITING_REQUESTS = 32
+_MAX_WAITING_REQUESTS: Final = 32
 """Pipelined behind the one being answered; more are left in the socket."""
-_LINGER_S = 2.0
+_LINGER_S: Final = 2.0
 """A client that still sends when we end the connection would lose our answer to a reset, so we listen for a while."""
+
+
+class Exchange(Protocol):
+    """What answers one request; it ends with `ClientConnection.answered`."""
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """Waits for something, if anything is waited for."""
+
+    def body_came(self) -> None:
+        """The request is complete, or has its failure."""
+
+    def left(self) -> None:
+        """The client has gone."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -28,31 +43,33 @@ class ClientConnection(asyncio.Protocol):
         self,
         loop: asyncio.AbstractEventLoop,
         parser: RequestParser,
-        serve: Callable[[ClientConnection, Request], Coroutine[Any, Any, bool]],
+        serve: Callable[[ClientConnection, Request], None],
         on_made: Callable[[ClientConnection], bool],
         on_lost: Callable[[ClientConnection], None],
     ) -> None:
-        """`serve` answers one request and says whether the connection lives on; it is cancelled when the client leaves.
-        `on_made` is asked when the socket is accepted; False closes it at once."""
+        """`serve` begins to answer one request: it sets `exchange`, and `answered` is called, perhaps before it
+        returns. `on_made` is asked when the socket is accepted; False closes it at once."""
         self._loop = loop
         self._parser = parser
         self._serve = serve
         self._on_made = on_made
         self._on_lost = on_lost
         self.transport: asyncio.Transport | None = None
-        self.task: asyncio.Task[None] | None = None
-        """Answers the requests, from the first one to the connection's end: a task for each would cost 2 µs more."""
+        self.exchange: Exchange | None = None
+        self._request: Request | None = None
+        """The one that is being answered."""
+        self.awaits_body = False
+        """Its exchange wants to know when all of its body has come."""
         self.busy = False
         """A request's head is complete and its answer is not."""
-        self._next: asyncio.Future[None] | None = None
         self.throttled: Throttled | None = None
         self._waiting_since: float | None = None
         self._idle_since = 0.0
         self._ending_since: float | None = None
         self._full_since: float | None = None
         self._full_bytes = 0
-        self._taken: asyncio.Future[None] | None = None
-        """Done when the client has taken what it was sent: what is pipelined behind waits for it."""
+        self._untaken: Request | None = None
+        """Answered; what is pipelined behind waits for the client to take what it was sent."""
         self._held_back = False
 
     # --- asyncio.Protocol
@@ -74,18 +91,28 @@ class ClientConnection(asyncio.Protocol):
         parser.feed(data)
         if not self.busy:
             if parser.arrived:
-                self._begin()
+                self._next()
             elif self._waiting_since is None and parser.in_head:
                 self._waiting_since = self._loop.time()
-        elif len(parser.arrived) > _MAX_WAITING_REQUESTS and not self._held_back:
+            return
+        if self.awaits_body:
+            self._look_for_body()
+        if len(parser.arrived) > _MAX_WAITING_REQUESTS and not self._held_back and self.transport is not None:
             self._held_back = True
-            assert self.transport is not None
             self.transport.pause_reading()
+
+    def _look_for_body(self) -> None:
+        request, exchange = self._request, self.exchange
+        assert request is not None
+        assert exchange is not None
+        if request.complete or request.failure is not None:
+            self.awaits_body = False
+            exchange.body_came()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
-        if self.task is not None:
-            self.task.cancel()
+        if self.exchange is not None:
+            self.exchange.left()
         while self._parser.arrived:
             self._parser.arrived.popleft().release()
         self._on_lost(self)
@@ -98,44 +125,50 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._full_since = None
-        if self._taken is not None and not self._taken.done():
-            self._taken.set_result(None)
+        request, self._untaken = self._untaken, None
+        if request is not None:
+            self._loop.call_soon(self._go_on, request)
         if self.throttled is not None:
             self.throttled.resume()
 
     # --- one request after the other
 
-    def _begin(self) -> None:
+    def _next(self) -> None:
+        """Begin to answer the request that came first."""
+        arrived = self._parser.arrived
+        if not arrived:
+            return  # the client has gone meanwhile
+        request = arrived.popleft()
         self._waiting_since = None
         self.busy = True
-        if self._next is not None:
-            self._next.set_result(None)
-            self._next = None
-        else:
-            self.task = self._loop.create_task(self._answer_all())
+        self._request = request
+        if self._held_back and not arrived:
+            self._read_on()  # the rest of its body may still be in the socket
+        self._serve(self, request)
 
-    async def _answer_all(self) -> None:
-        arrived = self._parser.arrived
-        while True:
-            request = arrived.popleft()
-            if not arrived:
-                self._read_on()  # the rest of its body may still be in the socket
-            try:
-                keep = await self._serve(self, request)
-            finally:
-                request.release()
-            if not (keep and self._may_go_on(request)):
-                self.end()
-                return
-            if self.full:  # or a client that reads nothing has us keep an answer for each request (case 77)
-                self._taken = self._loop.create_future()
-                await self._taken
-            if request.complete and arrived:
-                await asyncio.sleep(0)  # behind each other in one read: others get their turn
-                continue
+    def answered(self, keep: bool) -> None:
+        """The answer was written, or the client has gone. `keep`: the connection may live on."""
+        request, self._request = self._request, None
+        self.exchange = None
+        self.awaits_body = False
+        assert request is not None
+        request.release()
+        if not (keep and self._may_go_on(request)):
+            self.end()
+        elif self._full_since is not None:  # or a client that reads nothing has us keep an answer for each (case 77)
+            self._untaken = request
+        elif request.complete and not self._parser.arrived and not self._parser.in_head:
+            self.busy = False
+            self._idle_since = self._loop.time()
+        else:
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """With what comes behind `request`."""
+        if request.complete and self._parser.arrived:
+            self._loop.call_soon(self._next)  # behind each other in one read: others get their turn
+        else:
             self._pause(request)
-            self._next = self._loop.create_future()
-            await self._next
 
     def _pause(self, request: Request) -> None:
         """Nothing is to be answered, and all of `request` may not have come."""
@@ -147,7 +180,7 @@ class ClientConnection(asyncio.Protocol):
             request.changed = lambda: self._rest_came(request)
 
     def _read_on(self) -> None:
-        if self._held_back and self.transport is not None:
+        if self.transport is not None:
             self._held_back = False
             self.transport.resume_reading()
 
@@ -211,54 +244,59 @@ class ClientConnection(asyncio.Protocol):
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
 
-class Answer:
-    """`Client` of forward.py on one request of a ClientConnection."""
+class Answer(Story):
+    """`Client` of attempt.py on one request of a ClientConnection, and the story of it."""
 
-    __slots__ = (
-        "_chunked",
-        "_connection",
-        "_head_only",
-        "_http11",
-        "_length_stated",
-        "_pending",
-        "begun",
-        "keep",
-        "request_id",
-    )
+    _chunked: bool = False
+    _length_stated: bool = False
+    _pending: bytes = b""
+    begun: bool = False
 
     def __init__(self, connection: ClientConnection, request: Request, request_id: str) -> None:
-        self._connection = connection
+        super().__init__()
+        self.connection = connection
         self._http11 = request.http11
         self.keep = request.keep_alive
         """The connection lives on after this answer."""
         self._head_only = request.method == "HEAD"
-        self._chunked = False
-        self._length_stated = False
-        self._pending = b""
-        self.begun = False
         self.request_id = request_id
 
-    def begin(self, status: int, reason: bytes, fields: RawHeaders, length: int | None, *, has_body: bool) -> None:
+    def begin(self, status: int, reason: bytes, lines: bytes, length: int | None, has_body: bool) -> None:
         self.begun = True
-        lines = [b"HTTP/1.1 %d %b" % (status, reason)]
-        lines += [b"%b: %b" % field for field in fields]
+        if has_body and self.keep and self._http11 and self.request_id:  # as nearly all are
+            if length is not None:
+                self._length_stated = True
+                framing = b"Content-Length: %d" % length
+            else:
+                self._chunked = True
+                framing = b"Transfer-Encoding: chunked"
+            own = self.request_id.encode("ascii")
+            self._pending = b"HTTP/1.1 %d %b\r\n%bX-Request-Id: %b\r\n%b\r\n\r\n" % (
+                status,
+                reason,
+                lines,
+                own,
+                framing,
+            )
+            return
+        parts = [b"HTTP/1.1 %d %b\r\n" % (status, reason), lines]
         if self.request_id:
-            lines.append(b"X-Request-Id: %b" % self.request_id.encode("ascii"))
+            parts += (b"X-Request-Id: ", self.request_id.encode("ascii"), b"\r\n")
         if has_body:
             if length is not None:
                 self._length_stated = True
-                lines.append(b"Content-Length: %d" % length)
+                parts.append(b"Content-Length: %d\r\n" % length)
             elif self._http11:
                 self._chunked = True
-                lines.append(b"Transfer-Encoding: chunked")
+                parts.append(b"Transfer-Encoding: chunked\r\n")
             else:
                 self.keep = False  # an HTTP/1.0 client takes the connection's end for the body's
         if not self.keep:
-            lines.append(b"Connection: close")
+            parts.append(b"Connection: close\r\n")
         elif not self._http11:
-            lines.append(b"Connection: keep-alive")
-        lines.append(b"\r\n")
-        self._pending = b"\r\n".join(lines)
+            parts.append(b"Connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+        self._pending = b"".join(parts)
 
     def flush(self) -> None:
         if self._pending:
@@ -267,7 +305,12 @@ class Answer:
     def write(self, data: bytes) -> None:
         if data and self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._send(data)
+        if self._pending or self._head_only:
+            self._send(data)
+            return
+        transport = self.connection.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def end(self, data: bytes) -> None:
         if self._chunked:
@@ -279,7 +322,7 @@ class Answer:
             data, self._pending = (self._pending if self._head_only else self._pending + data), b""
         elif self._head_only:
             return
-        transport = self._connection.transport
+        transport = self.connection.transport
         if data and transport is not None and not transport.is_closing():
             transport.write(data)
 
@@ -287,7 +330,7 @@ class Answer:
         """The end without the body's end: what was sent is still delivered, so that the client gets all there was."""
         self.keep = False
         self.flush()
-        transport = self._connection.transport
+        transport = self.connection.transport
         if transport is None:
             return
         if self._chunked or self._length_stated:
@@ -296,17 +339,17 @@ class Answer:
             transport.abort()  # only a reset differs from the proper end here
 
     def throttle(self, source: Throttled | None) -> None:
-        self._connection.throttled = source
-        if source is not None and self._connection.full:
+        self.connection.throttled = source
+        if source is not None and self.connection.full:
             source.pause()
 
     def whole(self, status: int, content_type: bytes, body: bytes, fields: RawHeaders | None = None) -> None:
         """An answer of the router itself."""
         every = [(b"Content-Type", content_type), *(fields or [])]
-        self.begin(status, HTTPStatus(status).phrase.encode(), every, len(body), has_body=True)
+        self.begin(status, HTTPStatus(status).phrase.encode(), lines_of(every), len(body), True)
         self.end(body)
 
-    def error(self, error: RouterError, fields: RawHeaders | None = None) -> None:
+    def error_answer(self, error: RouterError, fields: RawHeaders | None = None) -> None:
         """The one error shape of the public listener (interface.md)."""
         every = [(b"x-kv-router-error", error.code.encode()), *(fields or [])]
         if error.retry_after_s is not None:

@@ -1,157 +1,54 @@
 """One request's way through: plan → place → send → relay, with its retries and its one terminal outcome.
 
-Knows no HTTP server: the client's side is the small `Client` protocol, so the listener can be replaced.
+`start` goes it without waiting, as far as it goes; `go_on` and `forward` are for all that has to be waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 from router.errors import RouterError
-from router.proxy.connection import UpstreamConnectError, UpstreamError
-from router.proxy.headers import AnswerFields, for_worker
+from router.proxy.attempt import Attempt, Client, Incoming, Story, Waiter
+from router.proxy.connection import AT_ONCE_BYTES, UpstreamConnectError, UpstreamError
+from router.proxy.headers import for_worker, lines_of
 from router.proxy.pair import PairResponse, PairSender
-from router.proxy.plan import FAULTS, OVERLOADED, Core, Fault, Outcome, Placement, RawHeaders, Usage, outcome_of
+from router.proxy.plan import OVERLOADED, Core, Outcome, Placement
 from router.proxy.prefill_leg import Refusal
-from router.proxy.queue import QueueOptions, WaitQueue
+from router.proxy.queue import QueueOptions, Waiting, WaitQueue
 from router.proxy.upstream import UpstreamClient, UpstreamResponse
-from router.proxy.usage import UsageTap
 
-log = logging.getLogger("router.proxy")
+MAX_CONNECT_TRIES: Final = 3
+LARGE_BODY_BYTES: Final = 512 << 10
 
-MAX_CONNECT_TRIES = 3
-LARGE_BODY_BYTES = 512 << 10
-CLIENT_CLOSED_STATUS = 499
-"""nginx's status for a client that left before its answer began; it never goes on the wire."""
-
-_NO_BODY = frozenset({204, 304})
+_NOT_TRIED: frozenset[str] = frozenset()
 
 P = TypeVar("P")
-Response = UpstreamResponse | PairResponse | Refusal
-"""Of one worker, or of a pair."""
+Awaited = UpstreamResponse | PairResponse | Refusal
 
 
-@dataclass(slots=True)  # not frozen: that costs 2 µs a request
-class Incoming:
-    """A request whose body is complete and whose sender was admitted."""
+class Started(Generic[P]):
+    """How far `Forwarder.start` came."""
 
-    route: str
-    target: bytes
-    """Path and query, byte for byte as the client sent them."""
-    fields: Mapping[str, str]
-    kept: RawHeaders
-    """The client's fields that may go to a worker."""
-    body: bytes
-    request_id: str
-    priority: int = 0
-    """Larger waits less for room on a worker."""
+    plan: P | None = None
+    attempt: Attempt | None = None
+    waits: Waiting[P] | None = None
+    """Its place in the line for room on a worker."""
+    waits_since: float = 0.0
 
+    def __init__(self, incoming: Incoming, client: Client, story: Story, queue: WaitQueue[P]) -> None:
+        self.incoming = incoming
+        self.client = client
+        self.story = story
+        self._queue = queue
 
-class Throttled(Protocol):
-    """What a full client connection holds back."""
-
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-
-
-class Client(Protocol):
-    """The client's side of an exchange. No call blocks, none raises when the client has gone."""
-
-    def begin(self, status: int, reason: bytes, fields: RawHeaders, length: int | None, *, has_body: bool) -> None:
-        """Queue the head. `length` None: the body is chunked. It leaves with the first piece, or with `flush`."""
-
-    def flush(self) -> None: ...
-    def write(self, data: bytes) -> None: ...
-    def end(self, data: bytes) -> None:
-        """The last piece, and the proper end of the body."""
-
-    def abort(self) -> None:
-        """Cut the connection, so that the client sees that its answer is not complete."""
-
-    def throttle(self, source: Throttled | None) -> None:
-        """Pause `source` while the client reads too slowly (case 77); None: nothing is left to pause."""
-
-
-class Attempt:
-    """A placement together with the promise to finish it exactly once."""
-
-    __slots__ = ("_ended", "_finished", "placement")
-
-    def __init__(self, placement: Placement, ended: Callable[[], None]) -> None:
-        """`ended` is called after the placement was finished: its worker has room again."""
-        self.placement = placement
-        self._ended = ended
-        self._finished = False
-
-    def finish(
-        self, outcome: Outcome, *, fault: Fault | None = None, status: int | None = None, usage: Usage | None = None
-    ) -> None:
-        if not self._finished:
-            self._finished = True
-            self.placement.finish(outcome, fault=fault, status=status, usage=usage)
-            self._ended()
-
-
-class Story:
-    """What is known so far of a request's end; the listener makes a RequestRecord of it."""
-
-    __slots__ = ("answered", "attempts", "error", "first_byte_at", "outcome", "queued_s", "status", "usage", "worker")
-
-    def __init__(self) -> None:
-        self.outcome = Outcome.CLIENT_CLOSED
-        self.status = CLIENT_CLOSED_STATUS
-        self.answered = False
-        """The head of an answer was given to the client: its status cannot change any more."""
-        self.error: str | None = None
-        self.worker: str | None = None
-        self.attempts = 0
-        self.first_byte_at: float | None = None
-        self.queued_s: float | None = None
-        self.usage: Usage | None = None
-
-
-class Relay:
-    """The sink between a worker's answer and the client: counts, looks for usage, passes every piece on at once."""
-
-    __slots__ = ("_client", "_clock", "_placement", "_story", "_tap", "broke_off", "ended")
-
-    def __init__(
-        self, client: Client, tap: UsageTap, story: Story, placement: Placement | None, clock: Callable[[], float]
-    ) -> None:
-        self._client = client
-        self._tap = tap
-        self._story = story
-        self._placement = placement
-        """None for an error status: its bytes are no first token, and its end has no mark."""
-        self._clock = clock
-        self.ended = False
-        self.broke_off = False
-
-    def write(self, data: bytes) -> None:
-        self._take(data)
-        self._client.write(data)
-
-    def end(self, data: bytes) -> None:
-        if data:
-            self._take(data)
-        self.ended = True
-        if self._placement is not None and self._tap.broke_off():
-            self.broke_off = True
-            if not self._tap.names_error():  # an error event tells the client; silence must not look complete
-                self._client.write(data)
-                self._client.abort()
-                return
-        self._client.end(data)
-
-    def _take(self, data: bytes) -> None:
-        if self._story.first_byte_at is None and self._placement is not None:
-            self._story.first_byte_at = self._clock()
-            self._placement.first_byte()
-        self._tap.feed(data)
+    def cancel(self) -> None:
+        """The client has gone, and nobody awaits `go_on`."""
+        if self.waits is not None:
+            self._queue.leave(self.waits)
+        if self.attempt is not None:
+            self.attempt.cancel()
 
 
 class Forwarder(Generic[P]):
@@ -164,7 +61,8 @@ class Forwarder(Generic[P]):
         self._upstream = upstream
         self._clock = clock
         self._queue = WaitQueue(core, queue)
-        self._pairs = PairSender(upstream, released=self._queue.released)
+        self._released = self._queue.released
+        self._pairs = PairSender(upstream, released=self._released)
 
     @property
     def prefill_legs(self) -> int:
@@ -176,15 +74,72 @@ class Forwarder(Generic[P]):
         """Requests that wait for room on a worker."""
         return self._queue.waiting
 
+    # --- without waiting
+
+    def start(self, incoming: Incoming, client: Client, story: Story, waiter: Waiter) -> Started[P]:
+        """Plan, place and send a request; its answer passes by in the turns in which it comes.
+
+        `waiter` is told of the end, or that `go_on` has to be awaited, perhaps before this returns. Raises RouterError
+        when no worker can have it; `story` is up to date then.
+        """
+        started: Started[P] = Started(incoming, client, story, self._queue)
+        plan = self._core.plan_now(incoming.route, incoming.fields, incoming.body, incoming.request_id)
+        if plan is None:
+            waiter.go_on()
+            return started
+        started.plan = plan
+        placement = self._queue.try_place(plan, _NOT_TRIED)
+        if placement is None:
+            started.waits = self._join(plan, _NOT_TRIED, started)  # now: who comes later must not be placed before
+            waiter.go_on()
+            return started
+        attempt = Attempt(placement, incoming, client, story, self._clock, self._released, waiter)
+        started.attempt = attempt
+        try:
+            sent = self._send_now(attempt, placement, incoming)
+        except Exception:
+            story.worker = _named(placement)
+            story.attempts = 1
+            attempt.finish(Outcome.UPSTREAM_ERROR)
+            raise
+        if sent:
+            story.worker = placement.url.text
+            story.attempts = 1
+        else:
+            waiter.go_on()
+        return started
+
+    def _send_now(self, attempt: Attempt, placement: Placement, incoming: Incoming) -> bool:
+        """False: it is large, or for a pair, or there is no connection yet."""
+        body = placement.body
+        if len(body) > AT_ONCE_BYTES or placement.pair is not None:
+            return False
+        authorization, extra = placement.authorization, placement.headers
+        if authorization is None and not extra:
+            lines = b"%bX-Request-Id: %b\r\n" % (incoming.lines, incoming.request_id.encode("ascii"))
+        else:
+            lines = lines_of(for_worker(incoming.kept, incoming.request_id, authorization, extra))
+        attempt.connection = self._upstream.send_now(placement.url, incoming.target, lines, body, attempt)
+        return attempt.connection is not None
+
+    # --- with waiting
+
     async def forward(self, incoming: Incoming, client: Client, story: Story) -> None:
         """Answer one request. `story` is up to date however this ends.
 
         Raises RouterError when no worker's answer was begun; cancellation means that the client has gone.
         """
-        plan = await self._core.plan(incoming.route, incoming.fields, incoming.body, incoming.request_id)
-        attempt, response = await self._answer_of_some_worker(plan, incoming, story)
+        await self.go_on(Started(incoming, client, story, self._queue))
+
+    async def go_on(self, started: Started[P]) -> None:
+        """As `forward`, from where `start` has come to."""
+        incoming = started.incoming
+        plan = started.plan
+        if plan is None:
+            plan = await self._core.plan(incoming.route, incoming.fields, incoming.body, incoming.request_id)
+        attempt, response = await self._answer_of_some_worker(plan, started)
         try:
-            await self._relay(incoming.route, attempt, response, client, story)
+            await self._relay(attempt, response)
         except asyncio.CancelledError:
             attempt.finish(Outcome.CLIENT_CLOSED, status=response.status)
             raise
@@ -192,46 +147,44 @@ class Forwarder(Generic[P]):
             attempt.finish(Outcome.UPSTREAM_ERROR, status=response.status)
             raise
         finally:
-            client.throttle(None)
+            started.client.throttle(None)
             response.close()
 
-    async def _answer_of_some_worker(self, plan: P, incoming: Incoming, story: Story) -> tuple[Attempt, Response]:
+    async def _answer_of_some_worker(self, plan: P, started: Started[P]) -> tuple[Attempt, Awaited]:
         """The first answer that is to be passed on. Another worker is tried only while no work can have been accepted.
 
         That is after a connect failure, and once after a 429 or 503, whose answer is kept in case no other can serve.
         """
-        refused: tuple[Attempt, Response] | None = None
+        story = started.story
+        refused: tuple[Attempt, Awaited] | None = None
         unreachable: UpstreamConnectError | None = None
         tried: set[str] = set()
         connect_tries = 0
         keep_refused = False
+        attempt = started.attempt
         try:
             while connect_tries < MAX_CONNECT_TRIES:
+                if attempt is None:
+                    try:
+                        attempt = await self._place(plan, frozenset(tried), started, again=refused is not None)
+                    except RouterError:
+                        if refused is None and unreachable is None:
+                            raise
+                        break
                 try:
-                    without = frozenset(tried)
-                    if refused is not None:  # a second try is made where there is room, or not at all
-                        chosen: Placement | None = self._core.place(plan, without)
-                    else:
-                        chosen = self._queue.try_place(plan, without)
-                    if chosen is None:
-                        chosen = await self._wait_for_room(plan, without, incoming, story)
-                    attempt = Attempt(chosen, self._queue.released)
-                except RouterError:
-                    if refused is None and unreachable is None:
-                        raise
-                    break
-                try:
-                    response = await self._send(attempt, incoming, story)
+                    response = await self._send(attempt, started.incoming, story)
                 except UpstreamConnectError as error:
                     tried.update(attempt.placement.to_avoid)
                     unreachable = error
                     connect_tries += 1
+                    attempt = None
                     continue
                 if response.status not in OVERLOADED or refused is not None:
                     return attempt, response
                 attempt.finish(Outcome.REJECTED, status=response.status)
                 tried.update(attempt.placement.to_avoid)
                 refused = (attempt, response)
+                attempt = None
             if refused is not None:
                 keep_refused = True
                 story.worker = _named(refused[0].placement)
@@ -242,30 +195,47 @@ class Forwarder(Generic[P]):
             if refused is not None and not keep_refused:
                 refused[1].close()
 
-    async def _wait_for_room(self, plan: P, without: frozenset[str], incoming: Incoming, story: Story) -> Placement:
-        arrived_at = self._clock()
+    async def _place(self, plan: P, without: frozenset[str], started: Started[P], *, again: bool) -> Attempt:
+        """`again`: a second try is made where there is room, or not at all."""
+        waits, started.waits = started.waits, None
+        if waits is None:
+            chosen = self._core.place(plan, without) if again else self._queue.try_place(plan, without)
+            if chosen is not None:
+                return self._attempt(chosen, started)
+            waits = self._join(plan, without, started)
         try:
-            return await self._queue.wait(plan, without, incoming.priority)
+            return self._attempt(await self._queue.stay(waits), started)
         finally:
-            story.queued_s = self._clock() - arrived_at
+            started.story.queued_s = self._clock() - started.waits_since
 
-    async def _send(self, attempt: Attempt, incoming: Incoming, story: Story) -> Response:
+    def _join(self, plan: P, without: frozenset[str], started: Started[P]) -> Waiting[P]:
+        started.story.queued_s = 0.0
+        started.waits_since = self._clock()
+        return self._queue.join(plan, without, started.incoming.priority)
+
+    def _attempt(self, chosen: Placement, started: Started[P]) -> Attempt:
+        return Attempt(chosen, started.incoming, started.client, started.story, self._clock, self._released, None)
+
+    async def _send(self, attempt: Attempt, incoming: Incoming, story: Story) -> Awaited:
         """One worker's answer head. The attempt is finished when this raises."""
+        if attempt.connection is not None:  # sent by `start`, and answered
+            return UpstreamResponse(attempt.connection, reused=True)
         placement = attempt.placement
         pair = placement.pair
         story.worker = _named(placement)
-        story.attempts += 1
+        if not attempt.unanswered:
+            story.attempts += 1
         try:
             if pair is not None:
                 return await self._pairs.send(pair, incoming)
             if len(placement.body) > LARGE_BODY_BYTES:
                 await asyncio.sleep(0)  # handing megabytes to the kernel takes a turn of its own
             fields = for_worker(incoming.kept, incoming.request_id, placement.authorization, placement.headers)
+            if attempt.unanswered:
+                return await self._upstream.send_again(placement.url, incoming.target, fields, placement.body)
             return await self._upstream.send(placement.url, b"POST", incoming.target, fields, placement.body)
         except UpstreamError as error:
-            attempt.finish(Outcome.UPSTREAM_ERROR, fault=error.fault)
-            where = placement.url.text if pair is None else f"{pair.prefill.url.text} with {placement.url.text}"
-            log.warning("request %s: %s: %s", incoming.request_id, where, error)
+            attempt.no_answer(error)
             if isinstance(error, UpstreamConnectError):
                 raise
             raise error.to_client() from error
@@ -276,35 +246,18 @@ class Forwarder(Generic[P]):
             attempt.finish(Outcome.UPSTREAM_ERROR)
             raise
 
-    async def _relay(self, route: str, attempt: Attempt, response: Response, client: Client, story: Story) -> None:
-        status = response.status
-        answer = AnswerFields(response.headers)
-        answer.kept.extend(attempt.placement.route_headers)
-        tap = UsageTap(route, answer.content_type, answer.content_encoding)
-        relay = Relay(client, tap, story, attempt.placement if status < 400 else None, self._clock)
-        story.status, story.answered = status, True
-        client.begin(status, response.reason, answer.kept, response.content_length, has_body=status not in _NO_BODY)
-        client.throttle(response)
-        if not response.has_data:
-            client.flush()
+    async def _relay(self, attempt: Attempt, response: Awaited) -> None:
+        attempt.begin(response)
         try:
-            await response.pipe(relay)
+            await response.pipe(attempt)
         except UpstreamError as error:
-            client.abort()
-            story.outcome = Outcome.STREAM_ERROR
-            attempt.finish(story.outcome, fault=error.fault, status=status)
-            log.warning("answer of %s broke off: %s", attempt.placement.url.text, error)
+            attempt.cut_off(error)
         except asyncio.CancelledError:
-            if relay.ended:
-                self._finish(attempt, relay, tap, story)
+            if attempt.complete:
+                attempt.conclude()
             raise
         else:
-            self._finish(attempt, relay, tap, story)
-
-    def _finish(self, attempt: Attempt, relay: Relay, tap: UsageTap, story: Story) -> None:
-        story.usage = tap.result()
-        story.outcome = Outcome.STREAM_ERROR if relay.broke_off else outcome_of(story.status)
-        attempt.finish(story.outcome, fault=FAULTS.get(story.status), status=story.status, usage=story.usage)
+            attempt.conclude()
 
 
 def _named(placement: Placement) -> str:

@@ -6,6 +6,7 @@ import hmac
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from router.proxy.plan import RawHeaders
 
@@ -122,33 +123,87 @@ def for_worker(
     return fields
 
 
+class Screened:
+    """What a listener made of a request's head: all that will be the same for the next one with that head."""
+
+    __slots__ = ("kept", "keys", "lines", "route", "target")
+
+    def __init__(self, keys: ClientKeys, route: str, target: bytes, kept: RawHeaders) -> None:
+        """Admitted by `keys`, to be sent to `target` of a worker. `kept`: see `forwardable`."""
+        self.keys = keys
+        self.route = route
+        self.target = target
+        self.kept = kept
+        self.lines = lines_of(kept)
+
+
+def lines_of(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The fields as they go on the wire."""
+    parts: list[bytes] = []
+    for name, value in fields:
+        parts += (name, b": ", value, b"\r\n")
+    return b"".join(parts)
+
+
+_KEEP: Final = 0
+_DROP: Final = 1
+_CONNECTION: Final = 2
+_CONTENT_TYPE: Final = 3
+_CONTENT_ENCODING: Final = 4
+_BUFFERING: Final = 5
+_SPECIAL = {
+    b"connection": _CONNECTION,
+    b"content-type": _CONTENT_TYPE,
+    b"content-encoding": _CONTENT_ENCODING,
+    b"x-accel-buffering": _BUFFERING,
+}
+_MAX_KNOWN_NAMES: Final = 1024
+_known_names: dict[bytes, int] = {}
+"""What is to be done with an answer's field of that name, as it was spelt: workers use the same few all the time."""
+
+
+def _what_to_do(name: bytes) -> int:
+    lower = name.lower()
+    what = _SPECIAL.get(lower, _DROP if lower in _NEVER_RETURNED or lower.startswith(_OURS) else _KEEP)
+    if len(_known_names) < _MAX_KNOWN_NAMES:
+        _known_names[name] = what
+    return what
+
+
 class AnswerFields:
     """A worker's answer fields, sorted into what the client gets and what the router needs to know of them."""
 
-    __slots__ = ("content_encoding", "content_type", "kept")
+    __slots__ = ("content_encoding", "content_type", "kept", "lines")
 
     def __init__(self, fields: RawHeaders) -> None:
-        self.kept: RawHeaders = []
-        self.content_type = b""
-        self.content_encoding = b""
+        kept: RawHeaders = []
+        content_type, content_encoding = b"", b""
         nominated: frozenset[bytes] | None = None
         buffering_hint = False
-        for name, value in fields:
-            lower = name.lower()
-            if lower in _NEVER_RETURNED:
-                if lower == b"connection" and nominated is None:
+        for field in fields:
+            name, value = field
+            what = _known_names.get(name, -1)
+            if what < 0:
+                what = _what_to_do(name)
+            if what == _DROP:
+                continue
+            if what == _CONNECTION:
+                if nominated is None:
                     nominated = named_by_connection(fields)
                 continue
-            if lower.startswith(_OURS):
-                continue
-            if lower == b"content-type":
-                self.content_type = value.lower()
-            elif lower == b"content-encoding":
-                self.content_encoding += (b"," if self.content_encoding else b"") + value.lower()
-            elif lower == b"x-accel-buffering":
+            if what == _CONTENT_TYPE:
+                content_type = value.lower()
+            elif what == _CONTENT_ENCODING:
+                content_encoding += (b"," if content_encoding else b"") + value.lower()
+            elif what == _BUFFERING:
                 buffering_hint = True
-            self.kept.append((name, value))
+            kept.append(field)
         if nominated:
-            self.kept = [field for field in self.kept if field[0].lower() not in nominated]
-        if not buffering_hint and self.content_type.startswith(b"text/event-stream"):
-            self.kept.append((b"X-Accel-Buffering", b"no"))  # nginx in front must not hold events back (case 76)
+            kept = [field for field in kept if field[0].lower() not in nominated]
+        if not buffering_hint and content_type.startswith(b"text/event-stream"):
+            kept.append((b"X-Accel-Buffering", b"no"))  # nginx in front must not hold events back (case 76)
+        self.kept = kept
+        self.content_type = content_type
+        self.content_encoding = content_encoding
+        self.lines = lines_of(kept)
+        """`kept` as it goes on the wire."""

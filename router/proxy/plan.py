@@ -204,6 +204,9 @@ class Core(Protocol[P]):
         Raises RouterError (`bad_json`, `model_not_found`, …). Cancelled when the client leaves.
         """
 
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> P | None:
+        """`plan` where nothing has to be waited for; None: nothing was begun or counted, `plan` is to be awaited."""
+
     def place(self, plan: P, tried: frozenset[str]) -> Placement:
         """Choose a worker whose `url.text` is not in `tried` and count the request as its load from now on.
 

@@ -19,7 +19,7 @@ MAX_HANDOVER_BYTES = 4 << 20
 
 
 class Asked(Protocol):
-    """What of a client's request both legs carry (`router.proxy.forward.Incoming`)."""
+    """What of a client's request both legs carry (`router.proxy.attempt.Incoming`)."""
 
     @property
     def route(self) -> str: ...

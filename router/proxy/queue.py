@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from router.errors import RouterError
@@ -29,13 +29,27 @@ class QueueOptions:
 NOBODY_WAITS = QueueOptions()
 
 
-@dataclass(order=True, slots=True)
-class _Waiter(Generic[P]):
-    order: tuple[int, int]
-    plan: P = field(compare=False)
-    tried: frozenset[str] = field(compare=False)
-    deadline_s: float = field(compare=False)
-    placed: asyncio.Future[Placement] = field(compare=False)
+class Waiting(Generic[P]):
+    """A request's place in its line."""
+
+    __slots__ = ("deadline_s", "order", "placed", "plan", "tried")
+
+    def __init__(
+        self,
+        order: tuple[int, int],
+        plan: P,
+        tried: frozenset[str],
+        deadline_s: float,
+        placed: asyncio.Future[Placement],
+    ) -> None:
+        self.order = order
+        self.plan = plan
+        self.tried = tried
+        self.deadline_s = deadline_s
+        self.placed = placed
+
+    def __lt__(self, other: Waiting[P]) -> bool:
+        return self.order < other.order
 
 
 class WaitQueue(Generic[P]):
@@ -49,7 +63,7 @@ class WaitQueue(Generic[P]):
         self._core = core
         self._options = options
         self._loop = asyncio.get_running_loop()
-        self._lines: dict[tuple[Hashable, frozenset[str]], list[_Waiter[P]]] = {}
+        self._lines: dict[tuple[Hashable, frozenset[str]], list[Waiting[P]]] = {}
         self._count = 0
         self._size = 0
         self._tick: asyncio.TimerHandle | None = None
@@ -70,26 +84,43 @@ class WaitQueue(Generic[P]):
 
     async def wait(self, plan: P, tried: frozenset[str], priority: int) -> Placement:
         """Raises RouterError: queue_full (429) when no more may wait, queue_timeout (503), no_worker."""
+        return await self.stay(self.join(plan, tried, priority))
+
+    def join(self, plan: P, tried: frozenset[str], priority: int) -> Waiting[P]:
+        """`wait` from now on: `stay` is to be awaited, or `leave` called. Raises RouterError queue_full (429)."""
         if self._size >= self._options.max_waiting:
             raise NoRoom()
         line = self._core.pool(plan), tried
         self._count += 1
         deadline_s = self._loop.time() + self._options.wait_s
-        waiter = _Waiter((-priority, self._count), plan, tried, deadline_s, self._loop.create_future())
+        waiter = Waiting((-priority, self._count), plan, tried, deadline_s, self._loop.create_future())
         heapq.heappush(self._lines.setdefault(line, []), waiter)
         self._size += 1
         if self._tick is None:
             self._tick = self._loop.call_later(_TICK_S, self._look)
+        return waiter
+
+    async def stay(self, waiter: Waiting[P]) -> Placement:
+        """Raises as `wait`."""
         try:
             return await waiter.placed
         except asyncio.CancelledError:
-            placed = waiter.placed
-            if placed.done() and not placed.cancelled() and placed.exception() is None:
-                placed.result().finish(Outcome.CLIENT_CLOSED)  # placed in the turn in which the client left
-                self.released()
+            self._give_back(waiter)
             raise
         finally:
             self._size -= 1
+
+    def leave(self, waiter: Waiting[P]) -> None:
+        """Instead of `stay`."""
+        self._size -= 1
+        waiter.placed.cancel()
+        self._give_back(waiter)
+
+    def _give_back(self, waiter: Waiting[P]) -> None:
+        placed = waiter.placed
+        if placed.done() and not placed.cancelled() and placed.exception() is None:
+            placed.result().finish(Outcome.CLIENT_CLOSED)  # placed in the turn in which the client left
+            self.released()
 
     def released(self) -> None:
         """Room may have become free: those in front take it."""
@@ -102,7 +133,7 @@ class WaitQueue(Generic[P]):
             if not line:
                 del self._lines[name]
 
-    def _served(self, waiter: _Waiter[P]) -> bool:
+    def _served(self, waiter: Waiting[P]) -> bool:
         """False while the waiter has to go on waiting."""
         try:
             waiter.placed.set_result(self._core.place(waiter.plan, waiter.tried))

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar, overload
+from typing import Final, TypeVar, overload
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from router.errors import RouterError
+from router.proxy.headers import Screened
+from router.proxy.known_head import KnownHead
 from router.proxy.plan import RawHeaders
 
-HEAD_LIMIT_BYTES = 64 << 10
-FIELD_LIMIT_BYTES = 16 << 10
+HEAD_LIMIT_BYTES: Final = 64 << 10
+FIELD_LIMIT_BYTES: Final = 16 << 10
 """Of the target, and of each field's value."""
-FIELDS_LIMIT = 256
-DISCARD_LIMIT_BYTES = 256 << 10
+FIELDS_LIMIT: Final = 256
+DISCARD_LIMIT_BYTES: Final = 256 << 10
 """Of a body nobody wants (the request was refused at its head): reading more to keep a connection is not worth it."""
 _ONCE = frozenset({b"authorization", b"content-length", b"content-type", b"expect", b"host", b"transfer-encoding"})
 T = TypeVar("T")
 
+_KNOWN_HEADS: Final = 4
+"""Heads that a connection gets to know; one whose heads differ each time is not worth more."""
 _NOT_HTTP = "the request is not well-formed HTTP"
 
 
@@ -63,6 +67,14 @@ class RequestFields(Mapping[str, str]):
                 first[lower] = value
             elif lower in _ONCE:
                 raise ValueError("repeated field")
+
+    def with_length(self, raw: RawHeaders, value: bytes) -> RequestFields:
+        """The same fields with another Content-Length, as `raw` has them."""
+        fields = RequestFields([])
+        fields.raw = raw
+        fields._first = self._first.copy()
+        fields._first[b"content-length"] = value
+        return fields
 
     def raw_value(self, lower_name: bytes) -> bytes | None:
         return self._first.get(lower_name)
@@ -113,6 +125,7 @@ class Request:
         "fields",
         "http11",
         "keep_alive",
+        "known",
         "length",
         "method",
         "refused",
@@ -127,6 +140,8 @@ class Request:
         self.keep_alive = False
         self.length: int | None = None
         """Bytes of the body as the client announced them; None when chunked or without a body."""
+        self.known: KnownRequest | None = None
+        """The head, when the connection had it before."""
         self.complete = False
         self.refused = False
         self.failure: RouterError | None = None
@@ -187,6 +202,30 @@ class Request:
         self._pieces = None
 
 
+class KnownRequest:
+    """A POST whose head the connection may see again."""
+
+    __slots__ = ("_fields", "_method", "_target", "head", "screened")
+
+    def __init__(self, request: Request) -> None:
+        self._method = request.method
+        self._target = request.target
+        self._fields = request.fields
+        first_line = b"%b %b HTTP/1.1" % (request.method.encode(), request.target.encode())
+        self.head = KnownHead(first_line, request.fields.raw)
+        self.screened: Screened | None = None
+        """What the listener made of the head."""
+
+    def again(self, digits: bytes, length: int, budget: BodyBudget) -> Request:
+        raw = self.head.fields(digits)
+        fields = self._fields if raw is self._fields.raw else self._fields.with_length(raw, digits)
+        request = Request(self._method, self._target, fields, budget)
+        request.known = self
+        request.keep_alive = True
+        request.length = length
+        return request
+
+
 def too_large(limit: int) -> RouterError:
     return RouterError("body_too_large", f"the body is over {limit} bytes (listen.max_body_mb)")
 
@@ -214,6 +253,10 @@ class RequestParser:
         self._body_bytes = 0
         self._spare_bytes = 0
         self._noise = False
+        self._known: KnownRequest | None = None
+        self._to_know = _KNOWN_HEADS
+        self._owed_bytes = 0
+        """What is to come of the body of a request with a known head, which llhttp has not seen."""
 
     @property
     def quiet(self) -> bool:
@@ -225,6 +268,70 @@ class RequestParser:
         if self.ended:
             self._noise = True
             return
+        if self._owed_bytes:
+            data = self._take_owed(data)
+        elif self.in_head or self._open is not None:
+            self._parse(data)
+            return
+        known = self._known
+        if known is not None and data:  # once: to cut off request after request would copy the rest each time
+            rest = self._repeated(known, data)
+            if rest is not None:
+                data = rest
+        if not data:
+            return
+        if self.ended:
+            self._noise = True
+            return
+        count = len(self.arrived)
+        self._parse(data)
+        if self._to_know and len(self.arrived) > count:
+            self._get_to_know(self.arrived[count], data)
+
+    def _repeated(self, known: KnownRequest, data: bytes) -> bytes | None:
+        """What stands behind the request that `data` begins with; None when it has another head."""
+        if self.ended or self._owed_bytes:
+            return None
+        digits, start = known.head.find(data)
+        if not start:
+            return None
+        length = int(digits)
+        if length > self._limit:
+            return None
+        request = known.again(digits, length, self._budget)
+        self.arrived.append(request)
+        self._open = request
+        self._owed_bytes = length
+        return self._take_owed(data[start:])
+
+    def _take_owed(self, data: bytes) -> bytes:
+        """The body of a request with a known head; what stands behind it is returned."""
+        request, owed = self._open, self._owed_bytes
+        assert request is not None
+        piece = data if len(data) <= owed else data[:owed]
+        if piece and not request.add(piece, self._limit):
+            self.ended = True
+        self._owed_bytes = owed - len(piece)
+        if self._owed_bytes:
+            return b""
+        self._open = None
+        if not self.ended:
+            request.end()
+        return data[len(piece) :] if len(data) > owed else b""
+
+    def _get_to_know(self, request: Request, data: bytes) -> None:
+        """The head that `data` begins with, if nothing about it is odd."""
+        named = request.fields.raw_value
+        if not (request.keep_alive and request.http11 and request.method == "POST" and request.length is not None):
+            return
+        if named(b"expect") is not None or named(b"upgrade") is not None:
+            return
+        self._to_know -= 1
+        known = KnownRequest(request)
+        if known.head.was(data):
+            self._known = known
+
+    def _parse(self, data: bytes) -> None:
         rest: bytes | memoryview = data
         try:
             head, body = self._fields if self.in_head else None, self._open

@@ -17,11 +17,13 @@ from functools import lru_cache
 from router.contract.url import diallable_host
 from router.proxy.connection import (
     Connection,
+    Owner,
     Sink,
     UpstreamConnectError,
     UpstreamReset,
     UpstreamTimeout,
 )
+from router.proxy.headers import lines_of
 from router.proxy.plan import Origin, RawHeaders
 
 
@@ -62,11 +64,11 @@ class UpstreamResponse:
     def pause(self) -> None:
         """Stop reading: the reader of our output is slower than the worker."""
         if self._connection is not None:
-            self._connection.pause_reading()
+            self._connection.pause()
 
     def resume(self) -> None:
         if self._connection is not None:
-            self._connection.resume_reading()
+            self._connection.resume()
 
     def close(self) -> None:
         """Give the connection back, or cut it when the answer is not complete: the worker then stops its work."""
@@ -106,10 +108,9 @@ class UpstreamClient:
         that fails before a byte of the answer is replaced by a fresh one, once: the worker had closed it while idle.
         Raises UpstreamConnectError only when nothing at all was sent, else UpstreamReset, -Timeout, -ProtocolError.
         """
-        head = _head(origin, method, target, headers, len(body))
+        head = _head(origin, method, target, lines_of(headers), len(body))
         no_body = method == b"HEAD"
         connection = self._checkout(origin.text)
-        reused = connection is not None
         if connection is not None:
             try:
                 await connection.exchange(head, body, no_body=no_body)
@@ -121,10 +122,38 @@ class UpstreamClient:
             except BaseException:
                 connection.release()
                 raise
+        return await self._send_fresh(origin, head, body, no_body=no_body, again=connection is not None)
+
+    async def send_again(
+        self, origin: Origin, target: bytes, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    ) -> UpstreamResponse:
+        """`send` of a POST whose pooled connection has failed before a byte of the answer: on a fresh one."""
+        head = _head(origin, b"POST", target, lines_of(headers), len(body))
+        return await self._send_fresh(origin, head, body, no_body=False, again=True)
+
+    def send_now(self, origin: Origin, target: bytes, lines: bytes, body: bytes, owner: Owner) -> Connection | None:
+        """Send a POST of at most AT_ONCE_BYTES on a pooled connection, and tell `owner` what comes of it.
+
+        None: there is no such connection, nothing was sent. The owner must `release` it. An UpstreamReset without
+        `got_bytes` means that the worker had closed the connection while idle: `send_again`. `lines`: the header fields
+        as they go on the wire.
+        """
+        connection = self._checkout(origin.text)
+        if connection is not None:
+            try:
+                connection.ask(_head(origin, b"POST", target, lines, len(body)), body, owner)
+            except BaseException:
+                connection.release()
+                raise
+        return connection
+
+    async def _send_fresh(
+        self, origin: Origin, head: bytes, body: bytes, *, no_body: bool, again: bool
+    ) -> UpstreamResponse:
         try:
             connection = await self._connect(origin)
         except UpstreamConnectError as error:
-            if reused:  # the first try may have reached the worker, so this is no licence to try another one
+            if again:  # the first try may have reached the worker, so this is no licence to try another one
                 raise UpstreamReset("the worker closed the connection and takes no new one") from error
             raise
         try:
@@ -160,7 +189,10 @@ class UpstreamClient:
             context = self._tls = self._tls or ssl.create_default_context()
 
         def on_idle(connection: Connection) -> None:
-            self._idle.setdefault(origin.text, deque()).append((connection, self._loop.time()))
+            idle = self._idle.get(origin.text)
+            if idle is None:
+                idle = self._idle[origin.text] = deque()
+            idle.append((connection, connection.last_activity))
 
         def on_lost(connection: Connection) -> None:
             self._all.discard(connection)
@@ -217,13 +249,14 @@ def _reason(error: OSError | UnicodeError) -> str:
     return getattr(error, "strerror", None) or type(error).__name__
 
 
-def _head(
-    origin: Origin, method: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]], body_bytes: int
-) -> bytes:
-    host = f"[{origin.host}]" if ":" in origin.host else origin.host
-    lines = [b"%b %b HTTP/1.1\r\nHost: %b:%d" % (method, target, host.encode(), origin.port)]
-    lines += [b"%b: %b" % field for field in headers]
+@lru_cache(maxsize=4096)
+def _host_line(host: str, port: int) -> bytes:
+    text = f"[{host}]" if ":" in host else host
+    return b" HTTP/1.1\r\nHost: %b:%d\r\n" % (text.encode(), port)
+
+
+def _head(origin: Origin, method: bytes, target: bytes, lines: bytes, body_bytes: int) -> bytes:
+    host_line = _host_line(origin.host, origin.port)
     if body_bytes or method not in (b"GET", b"HEAD"):
-        lines.append(b"Content-Length: %d" % body_bytes)
-    lines.append(b"\r\n")
-    return b"\r\n".join(lines)
+        return b"%b %b%b%bContent-Length: %d\r\n\r\n" % (method, target, host_line, lines, body_bytes)
+    return b"%b %b%b%b\r\n" % (method, target, host_line, lines)

@@ -2,126 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
-
-import msgspec
+from typing import Final, Protocol, TypeVar
 
 from router.proxy.plan import Usage
+from router.proxy.reported import MESSAGES, NATIVE, NATIVE_BATCH, OPENAI, Decode
 
-_JSON_CAP_BYTES = 1 << 20
-_TAIL_BYTES = 64 << 10
-_HEAD_BYTES = 8 << 10
+_JSON_CAP_BYTES: Final = 1 << 20
+_TAIL_BYTES: Final = 64 << 10
+_SHORTEN_BYTES: Final = 128 << 10
+_HEAD_BYTES: Final = 8 << 10
 _DONE = b"[DONE]"
 _MESSAGES = "/v1/messages"
 _NO_SENTINEL = "/v1/responses"
 """Its event streams do not end with a mark of their own in every engine."""
-
-T = TypeVar("T")
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _UsageFields(msgspec.Struct):
-    """OpenAI's `usage`: chat and completions say prompt/completion, the Responses API says input/output."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-
-    def usage(self) -> Usage:
-        details = self.prompt_tokens_details or self.input_tokens_details
-        return Usage(
-            prompt_tokens=self.input_tokens if self.prompt_tokens is None else self.prompt_tokens,
-            cached_tokens=details.cached_tokens if details else None,
-            completion_tokens=self.output_tokens if self.completion_tokens is None else self.completion_tokens,
-        )
-
-
-class _Meta(msgspec.Struct):
-    """SGLang's `meta_info` on /generate, where cached_tokens is always reported (engine contract, section 5)."""
-
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    completion_tokens: int | None = None
-
-    def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
-
-
-class _Envelope(msgspec.Struct):
-    usage: _UsageFields | None = None
-
-
-class _OpenAi(msgspec.Struct):
-    usage: _UsageFields | None = None
-    response: _Envelope | None = None
-
-    def found(self) -> Usage | None:
-        fields = self.usage or (self.response.usage if self.response else None)
-        return fields.usage() if fields else None
-
-
-class _Native(msgspec.Struct):
-    meta_info: _Meta | None = None
-    index: int | None = None
-    """Which prompt of a batch a stream's event is about."""
-
-    def found(self) -> Usage | None:
-        return self.meta_info.usage() if self.meta_info else None
-
-
-class _MessagesUsage(msgspec.Struct):
-    """Anthropic's `usage`: input_tokens are those not read from the cache, and an engine leaves zeros out."""
-
-    input_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-    output_tokens: int | None = None
-
-    def usage(self) -> Usage:
-        prompt = self.input_tokens
-        if prompt is not None:
-            prompt += (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
-        return Usage(prompt, self.cache_read_input_tokens, self.output_tokens)
-
-
-class _Message(msgspec.Struct):
-    usage: _MessagesUsage | None = None
-
-
-class _MessagesEvent(msgspec.Struct):
-    """A whole answer, `message_start` (usage inside `message`) or `message_delta`."""
-
-    usage: _MessagesUsage | None = None
-    message: _Message | None = None
-
-    def found(self) -> Usage | None:
-        fields = self.usage or (self.message.usage if self.message else None)
-        return fields.usage() if fields else None
-
-
-class _Decode(Generic[T]):
-    """msgspec's decoder for one type, where anything odd is simply nothing."""
-
-    def __init__(self, type_: type[T]) -> None:
-        self._decoder = msgspec.json.Decoder(type_)
-
-    def __call__(self, data: bytes) -> T | None:
-        try:
-            return self._decoder.decode(data)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            return None
-
-
-_openai = _Decode(_OpenAi)
-_native = _Decode(_Native)
-_messages = _Decode(_MessagesEvent)
-_native_batch = _Decode(list[_Native])
 
 
 class UsageTap:
@@ -130,31 +23,34 @@ class UsageTap:
     `content_type` and `content_encoding` are the answer's lower-case field values.
     """
 
+    _head: bytes = b""
+    """The first bytes of a stream of /v1/messages, once they are no longer among the pieces."""
+    _held_bytes: int = 0
+
     def __init__(self, route: str, content_type: bytes, content_encoding: bytes) -> None:
-        self._native = route == "/generate"
         plain = content_encoding in (b"", b"identity")
+        self._native = route == "/generate"
         self._stream = plain and content_type.startswith(b"text/event-stream")
         self._keep = plain and (self._stream or b"json" in content_type)
-        self._expects_mark = self._stream and route != _NO_SENTINEL
+        self.expects_mark = self._stream and route != _NO_SENTINEL
+        """`broke_off` may be true."""
         self._of_messages = route == _MESSAGES
-        self._head = b""
-        """The first bytes of a stream of /v1/messages, once they are no longer among the pieces."""
         self._batch: dict[int, Usage] = {}
         """The last figures of each prompt of a streamed batch, as far as they are no longer among the pieces."""
         self._pieces: list[bytes] = []
-        self._held_bytes = 0
 
     def feed(self, data: bytes) -> None:
         if not self._keep:
             return
         self._pieces.append(data)
-        self._held_bytes += len(data)
-        if self._stream:
-            if self._held_bytes > 2 * _TAIL_BYTES:
+        held_bytes = self._held_bytes + len(data)
+        self._held_bytes = held_bytes
+        if held_bytes > _SHORTEN_BYTES:
+            if self._stream:
                 self._shorten()
-        elif self._held_bytes > _JSON_CAP_BYTES:
-            self._keep = False
-            self._replace(b"")
+            elif held_bytes > _JSON_CAP_BYTES:
+                self._keep = False
+                self._replace(b"")
 
     def _shorten(self) -> None:
         held = b"".join(self._pieces)
@@ -168,7 +64,7 @@ class UsageTap:
 
     def _read_batch(self, events: bytes) -> None:
         for line in events.split(b"\n"):
-            event = _native(line[5:]) if line.startswith(b"data:") else None
+            event = NATIVE(line[5:]) if line.startswith(b"data:") else None
             if event is not None and event.index is not None and event.meta_info is not None:
                 self._batch[event.index] = event.meta_info.usage()
 
@@ -178,7 +74,7 @@ class UsageTap:
 
     def broke_off(self) -> bool:
         """The stream ended without the mark that its route promises, such as `[DONE]` (case 68)."""
-        if not self._expects_mark:
+        if not self.expects_mark:
             return False
         last = self._last_bytes(48)
         return not (_DONE in last or (self._of_messages and b"message_stop" in last))
@@ -199,31 +95,31 @@ class UsageTap:
         """What was reported; None when nothing was, or the answer was compressed, too large or broken."""
         if not self._keep or not self._pieces:
             return None
-        held = b"".join(self._pieces)
+        held = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         return self._from_stream(held) if self._stream else self._from_json(held)
 
     def _from_json(self, held: bytes) -> Usage | None:
         if not self._native:
-            answer = (_messages if self._of_messages else _openai)(held)
+            answer = (MESSAGES if self._of_messages else OPENAI)(held)
             return answer.found() if answer else None
         if held.lstrip()[:1] != b"[":
-            single = _native(held)
+            single = NATIVE(held)
             return single.found() if single else None
-        batch = _native_batch(held)
+        batch = NATIVE_BATCH(held)
         return _total([item.meta_info.usage() for item in batch or () if item.meta_info])
 
     def _from_stream(self, held: bytes) -> Usage | None:
         if self._native:
-            last = _last(held, b'"meta_info"', _native)
+            last = _last(held, b'"meta_info"', NATIVE)
             if last is None or last.index is None:
                 return last.found() if last else None
             self._read_batch(held)
             return _total(list(self._batch.values()))
         if not self._of_messages:
-            event = _last(held, b'"usage"', _openai)
+            event = _last(held, b'"usage"', OPENAI)
             return event.found() if event else None
-        begun = _last(self._head or held[:_HEAD_BYTES], b'"message_start"', _messages)
-        ended = _last(held, b'"message_delta"', _messages)
+        begun = _last(self._head or held[:_HEAD_BYTES], b'"message_start"', MESSAGES)
+        ended = _last(held, b'"message_delta"', MESSAGES)
         start = begun.found() if begun else None
         end = ended.found() if ended else None
         if start is None:
@@ -238,7 +134,7 @@ class _Event(Protocol):
 E = TypeVar("E", bound=_Event)
 
 
-def _last(held: bytes, needle: bytes, decode: _Decode[E]) -> E | None:
+def _last(held: bytes, needle: bytes, decode: Decode[E]) -> E | None:
     """The last event with `needle` in it that reports usage."""
     end = len(held)
     while (at := held.rfind(needle, 0, end)) >= 0:

@@ -13,8 +13,8 @@ import pytest
 
 from router.errors import RouterError
 from router.pairs.dialects import DIALECTS, Dialect, Meeting
+from router.proxy.attempt import Incoming
 from router.proxy.connection import UpstreamConnectError, UpstreamError, UpstreamReset
-from router.proxy.forward import Incoming
 from router.proxy.pair import PairResponse, PairSender
 from router.proxy.plan import Fault, Origin, Outcome, Usage
 from router.proxy.prefill_leg import Refusal

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from router.errors import RouterError
 from router.proxy.plan import Fault, NoRoom, Origin, Outcome, RequestRecord, Usage
 from router.proxy.server import ListenerOptions, PublicListener
@@ -50,6 +52,9 @@ class FakePlacement:
 
 
 class FakeCore:
+    at_once = True
+    """Planning waits for nothing."""
+
     def __init__(self, ports: Sequence[int]) -> None:
         self.urls = [Url(HOST, port) for port in ports]
         self.placements: list[FakePlacement] = []
@@ -64,6 +69,14 @@ class FakeCore:
         """Placements in flight on each worker."""
 
     async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes:
+        self.planned.append((route, body))
+        if self.refusal is not None:
+            raise self.refusal
+        return body
+
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes | None:
+        if not self.at_once:
+            return None
         self.planned.append((route, body))
         if self.refusal is not None:
             raise self.refusal
@@ -125,6 +138,26 @@ class Bench:
         return self.workers[0]
 
 
+class Ways:
+    """The ways a request can go: with and without waiting for its plan, for a connection to its worker."""
+
+    pooled = 0
+    """Connections to the first worker that are there beforehand."""
+
+
+@pytest.fixture(params=["fresh", "pooled", "awaited"])
+def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What holds of a request holds whichever way it goes."""
+    monkeypatch.setattr(Ways, "pooled", 0 if request.param == "fresh" else 1)
+    monkeypatch.setattr(FakeCore, "at_once", request.param != "awaited")
+
+
+@pytest.fixture
+def unpooled(every_way: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is about making connections."""
+    monkeypatch.setattr(Ways, "pooled", 0)
+
+
 @asynccontextmanager
 async def bench(
     workers: int = 1,
@@ -139,6 +172,9 @@ async def bench(
     listener = PublicListener(core, upstream, options or ListenerOptions(port=0))
     await listener.start()
     made = Bench(core, upstream, listener, scripted)
+    for url in core.urls[:1] * Ways.pooled:
+        connection = await upstream._connect(url)
+        connection._on_idle(connection)
     try:
         yield made
     finally:

@@ -4,10 +4,14 @@ import asyncio
 import os
 import random
 
+import pytest
+
 from router.proxy.plan import Outcome
 from router.proxy.upstream import UpstreamLimits
-from tests.proxy.fakes import bench
+from tests.proxy.fakes import bench, every_way  # noqa: F401
 from tests.support.http import RawClient, Reply, Seen, post, until
+
+pytestmark = pytest.mark.usefixtures("every_way")
 
 ABORTS = int(os.environ.get("KV_ROUTER_ABORTS", "1000"))
 TOGETHER = 50
@@ -24,7 +28,7 @@ async def test_after_many_random_aborts_nothing_is_left() -> None:
         elif what == 1:
             await reply.gone()
         elif what == 2:
-            await reply.whole(chance.choice((400, 429, 500, 503)))
+            await reply.whole(chance.choice((400, 404, 422, 429, 500, 503)))
         elif what == 3:
             await reply.whole()
         else:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.proxy.connection import Connection, UpstreamError, UpstreamProtocolError, UpstreamReset
+from router.proxy.headers import AnswerFields
 from tests.proxy.recorded import RECORDINGS
 
 
@@ -194,3 +195,97 @@ def test_bytes_on_an_idle_connection_end_it() -> None:
         return connection.open
 
     assert not asyncio.run(run())
+
+
+ANSWERS = [
+    HEAD + b"Content-Length: %d\r\n\r\n",
+    b"HTTP/1.1 429 Too Many\r\nDate: now\r\ncontent-length: %d\r\nX-A: \r\nContent-Type: a/b\r\n\r\n",
+]
+OTHERS = [
+    HEAD + b"Content-Length:  2\r\n\r\nab",
+    HEAD + b"Content-Length: +2\r\n\r\nab",
+    HEAD + b"Content-Length: 5\r\n\r\nab",
+    HEAD + b"Content-Length: 1\r\n\r\nab",
+    HEAD + b"Content-Length: 2\r\nConnection: close\r\n\r\nab",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n",
+    b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"Content-Length: 2\r\n\r\nab",
+    HEAD + b"\r\nab",
+]
+
+
+async def told(connection: Connection, pieces: list[bytes]) -> tuple[object, ...]:
+    """All that can be told of one exchange on a connection, and whether it takes another."""
+    body = Body()
+
+    async def exchange() -> None:
+        await connection.exchange(b"", b"", no_body=False)
+        await connection.pipe(body)
+
+    task = asyncio.create_task(exchange())
+    await asyncio.sleep(0)
+    for piece in pieces:
+        if connection.open:
+            connection.data_received(piece)
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    failure: str | None = None
+    if not task.done():
+        connection.connection_lost(None)
+    try:
+        await task
+    except UpstreamError as error:
+        failure = str(error)
+    connection.release()
+    known = connection.fields.kept if connection.fields is not None else AnswerFields(connection.headers).kept
+    head = connection.status, connection.reason, connection.headers, connection.content_length
+    return head, known, body.data, body.ends, failure, connection.busy, connection.open
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(ANSWERS), st.binary(max_size=20)).map(lambda one: one[0] % len(one[1]) + one[1]),
+            st.sampled_from(OTHERS),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.lists(st.integers(1, 120), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_head_that_was_seen_before_means_what_it_means_to_the_parser(answers: list[bytes], sizes: list[int]) -> None:
+    """Heads that repeat are not parsed again; nothing may tell."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        knows, parses = (Connection(loop, lambda _: None, lambda _: None) for _ in range(2))
+        parses._to_know = 0
+        for connection in (knows, parses):
+            connection.connection_made(Pipe(connection))
+        for number, answer in enumerate(answers):
+            pieces = cut(answer, sizes if number % 2 else [])
+            first = await told(knows, pieces)
+            assert first == await told(parses, pieces)
+            if first[-2] or not first[-1]:
+                return
+
+    asyncio.run(run())
+
+
+def test_the_second_answer_with_a_head_is_not_parsed_and_has_its_own_length() -> None:
+    async def run() -> None:
+        connection = Connection(asyncio.get_running_loop(), lambda _: None, lambda _: None)
+        connection.connection_made(Pipe(connection))
+        await told(connection, [ANSWERS[1] % 2 + b"ab"])
+        connection._parser = None  # type: ignore[assignment]
+        head, kept, body, *_ = await told(connection, [ANSWERS[1] % 3 + b"abc"])
+        assert body == b"abc"
+        assert head == (
+            429,
+            b"Too Many",
+            [(b"Date", b"now"), (b"content-length", b"3"), (b"X-A", b""), (b"Content-Type", b"a/b")],
+            3,
+        )
+        assert kept == [(b"Date", b"now"), (b"X-A", b""), (b"Content-Type", b"a/b")]
+
+    asyncio.run(run())

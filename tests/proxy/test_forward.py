@@ -11,8 +11,10 @@ import pytest
 from router.proxy.plan import Fault, Outcome, Usage
 from router.proxy.server import ListenerOptions
 from router.proxy.upstream import UpstreamLimits
-from tests.proxy.fakes import Bench, bench
+from tests.proxy.fakes import Bench, bench, every_way, unpooled  # noqa: F401
 from tests.support.http import RawClient, Reply, Seen, fetch, ok, post, until
+
+pytestmark = pytest.mark.usefixtures("every_way")
 
 EVENT = 'data: {"text":"\U0001f600"}\n\n'.encode()
 DONE = b"data: [DONE]\n\n"
@@ -156,6 +158,7 @@ async def test_an_overload_answer_passes_unchanged_when_no_other_can_serve(other
         assert b.core.records[0].worker == b.core.urls[0].text
 
 
+@pytest.mark.usefixtures("unpooled")
 async def test_a_worker_that_cannot_be_reached_is_passed_over() -> None:
     """Cases 60 and 69."""
     async with bench(workers=3) as b:
@@ -166,6 +169,7 @@ async def test_a_worker_that_cannot_be_reached_is_passed_over() -> None:
         assert b.core.records[0].attempts == 3
 
 
+@pytest.mark.usefixtures("unpooled")
 async def test_connect_failures_are_bounded_and_end_in_502() -> None:
     async with bench(workers=5) as b:
         for worker in b.workers:
@@ -175,6 +179,38 @@ async def test_connect_failures_are_bounded_and_end_in_502() -> None:
         assert str(b.core.urls[0].port) not in answer.body.decode()
         assert len(b.core.placements) == 3
         assert b.core.outcomes == [Outcome.UPSTREAM_ERROR]
+
+
+async def test_a_connection_that_the_worker_had_closed_while_it_was_idle_is_replaced() -> None:
+    """Case 74."""
+    async with bench(workers=2) as b:
+        await fetch(b.port, post())
+
+        async def close_once(seen: Seen, reply: Reply) -> None:
+            b.worker.script = ok
+            reply.close()
+
+        b.worker.script = close_once
+        assert (await fetch(b.port, post())).status == 200
+        assert [record.attempts for record in b.core.records] == [1, 1]
+        assert [end(b, at) for at in (0, 1)] == [(Outcome.OK, None, 200)] * 2
+        assert (len(b.worker.requests), b.workers[1].requests) == (3, [])
+
+
+async def test_a_worker_that_is_gone_for_good_may_have_accepted_what_came_on_an_old_connection() -> None:
+    """Case 69."""
+    async with bench(workers=2) as b:
+        await fetch(b.port, post())
+
+        async def go(seen: Seen, reply: Reply) -> None:
+            await b.worker.stop_listening()
+            reply.close()
+
+        b.worker.script = go
+        answer = await fetch(b.port, post())
+        assert (answer.status, answer.one("x-kv-router-error")) == (502, "upstream_reset")
+        assert end(b) == (Outcome.UPSTREAM_ERROR, "reset", None)
+        assert (b.core.records[1].attempts, b.workers[1].requests) == (1, [])
 
 
 @pytest.mark.parametrize("how", ["reset", "close", "garbage"])

@@ -6,12 +6,16 @@ import asyncio
 import weakref
 from typing import Any, cast
 
+import pytest
+
 from router.errors import RouterError
 from router.proxy.plan import NoRoom, Outcome, Placement
 from router.proxy.queue import QueueOptions, WaitQueue
 from router.proxy.server import ListenerOptions
-from tests.proxy.fakes import Bench, bench
+from tests.proxy.fakes import Bench, bench, every_way, unpooled  # noqa: F401
 from tests.support.http import RawClient, Reply, Seen, fetch, post, until
+
+pytestmark = pytest.mark.usefixtures("every_way")
 
 
 def waiting(most: int = 10, wait_s: float = 20.0, priority_header: str | None = None) -> ListenerOptions:
@@ -139,7 +143,8 @@ async def test_leaving_while_being_placed_gives_the_room_back() -> None:
     async with bench(options=waiting()) as b:
         b.core.limit = 1
         b.core.pool = lambda plan: "one line"  # type: ignore[method-assign]
-        queue = b.listener._forwarder._queue  # type: ignore[attr-defined]
+        assert b.listener._forwarder is not None
+        queue = b.listener._forwarder._queue
         held = b.core.place(b"held", frozenset())
         waiter = asyncio.ensure_future(queue.wait(b"leaver", frozenset(), 0))
         heir = asyncio.ensure_future(queue.wait(b"heir", frozenset(), 0))
@@ -219,6 +224,7 @@ async def test_a_second_try_does_not_wait_in_line() -> None:
         placement.finish(Outcome.OK)
 
 
+@pytest.mark.usefixtures("unpooled")
 async def test_after_a_connect_failure_the_request_waits_for_the_others() -> None:
     """Nothing of it was sent yet, so it goes on as if the dead worker were not there."""
     async with bench(workers=2, options=waiting()) as b:

@@ -270,3 +270,80 @@ def test_fields_are_found_in_any_case() -> None:
     assert (fields["x-ONE"], fields.all(b"x-one"), fields.all(b"absent")) == ("1", ["1", "2"], [])
     assert (fields.get("accept"), fields.get("absent"), fields.get("absent", "d")) == ("\udcff", None, "d")
     assert (len(fields), sorted(fields), "ACCEPT" in fields) == (2, ["accept", "x-one"], True)
+
+
+HEADS = [
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n",
+    b"POST /v1/completions?x=1 HTTP/1.1\r\ncontent-length: %d\r\nX-A: \r\nAuthorization: Bearer k\r\n\r\n",
+]
+STRANGERS = [
+    b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n",
+    b"\r\nPOST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: +1\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length:  1 \r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 01\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: \r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 99999999999999999999\r\n\r\n",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\nConnection: close\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 1\r\nExpect: 100-continue\r\n\r\n{",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n{}",
+    b"POST /generate HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"POST /generate HTTP/1.0\r\nHost: r\r\nContent-Length: 1\r\n\r\n{",
+    b"nonsense\r\n\r\n",
+]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(HEADS), st.binary(max_size=40)).map(lambda one: one[0] % len(one[1]) + one[1]),
+            st.tuples(st.sampled_from(HEADS[:1]), st.binary(max_size=40)).map(
+                lambda one: one[0] % len(one[1]) + one[1]
+            ),
+            st.sampled_from(STRANGERS),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.lists(st.integers(0, 3000), max_size=8),
+    st.integers(10, 100),
+    st.integers(20, 400),
+)
+@settings(max_examples=1000, deadline=None)
+def test_a_head_that_was_seen_before_means_what_it_means_to_the_parser(
+    stream: list[bytes], places: list[int], max_body: int, budget: int
+) -> None:
+    """Case 106: heads that repeat are not parsed again; nothing may tell."""
+    knows, parses = (RequestParser(max_body, BodyBudget(budget)) for _ in range(2))
+    parses._to_know = 0
+    for piece in cut(b"".join(stream), places):
+        knows.feed(piece)
+        parses.feed(piece)
+        assert seen(knows) == seen(parses)
+        assert (knows.ended, knows.in_head, knows.quiet) == (parses.ended, parses.in_head, parses.quiet)
+        assert knows._budget.held == parses._budget.held
+
+
+def test_the_third_request_with_a_head_is_not_parsed_and_has_its_own_length() -> None:
+    parser = parsed([HEADS[0] % 2 + b"{}", HEADS[0] % 3 + b"{ }"])
+    assert [request.known is not None for request in parser.arrived] == [False, True]
+    assert [request.fields["content-length"] for request in parser.arrived] == ["2", "3"]
+    assert [request.length for request in parser.arrived] == [2, 3]
+    assert parser.arrived[1].fields.raw == [(b"Host", b"r"), (b"Content-Length", b"3")]
+
+
+def test_few_heads_are_got_to_know_and_none_that_is_long() -> None:
+    parser = parsed([POST + b"X: %d\r\nContent-Length: 0\r\n\r\n" % number for number in range(20)])
+    assert parser._known is not None
+    assert parser._to_know == 0
+    long = POST + b"X: " + b"x" * 4000 + b"\r\nContent-Length: 0\r\n\r\n"
+    assert parsed([long])._known is None
+
+
+def test_of_what_comes_in_one_read_only_the_first_is_cut_off_by_us() -> None:
+    """To copy the rest for each of thousands of small requests would take longer than llhttp."""
+    parser = parsed([HEADS[0] % 2 + b"{}", (HEADS[0] % 2 + b"{}") * 3])
+    assert [request.known is not None for request in parser.arrived] == [False, True, False, False]
+    assert [request.body() for request in parser.arrived] == [b"{}"] * 4

@@ -89,7 +89,7 @@ async def test_the_end_of_an_answer_waits_for_a_client_that_reads_slowly() -> No
     """Case 77: what is left is too little to count as a full connection; the client has its time all the same."""
     loop = asyncio.get_running_loop()
 
-    async def serve(connection: ClientConnection, request: Request) -> bool:
+    def serve(connection: ClientConnection, request: Request) -> None:
         raise AssertionError("nothing was asked")
 
     for unsent, cut in ((1000, False), (0, True)):
