@@ -11,6 +11,7 @@ A `Raw` is a view: it keeps the whole payload alive. Whoever stores an event for
 from __future__ import annotations
 
 import itertools
+import struct
 import sys
 from array import array
 from enum import IntEnum
@@ -188,6 +189,7 @@ _int = Decoder(int)
 _float = Decoder(float)
 _int_or_str = Decoder(int | str)
 _ids = Decoder(Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=MAX_TOKENS)])
+_array16 = struct.Struct(">BHB")  # the head of an array of up to 65,535 elements, and its first byte
 _pairs = Decoder(Annotated[list[tuple[int, int]], Meta(max_length=MAX_TOKENS)])
 
 _ARRAY_FIELDS = {
@@ -345,13 +347,13 @@ def _optional(decoder: Decoder[Any], raw: Raw | None) -> Any:
 
 def token_units(raw: Raw) -> tuple[int, bool]:
     """(entries in `token_ids`, whether they are pairs), from the first bytes alone. (-1, False): not an array."""
+    if len(raw) > 3:
+        lead, count, first = _array16.unpack_from(raw)
+        if lead == 0xDC:
+            return count, first & 0xF0 == 0x90 or first == 0xDC or first == 0xDD
     view = memoryview(raw)
-    size = len(view)
-    lead = view[0] if size else 0xC0
-    if lead == 0xDC and size > 3:
-        first = view[3]
-        return (view[1] << 8) | view[2], first & 0xF0 == 0x90 or first == 0xDC or first == 0xDD
-    if lead == 0xDC and size == 3:
+    lead = view[0] if len(view) else 0xC0
+    if lead == 0xDC and len(view) == 3:
         count, start = (view[1] << 8) | view[2], 3
     elif lead & 0xF0 == 0x90:
         count, start = lead & 0x0F, 1

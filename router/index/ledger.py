@@ -21,9 +21,11 @@ from router.contract.events import (
     tier_of,
     token_units,
 )
+from router.contract.plain import PlainStore
 from router.hashing import Scheme, TokenIds, bigrams, sglang_chain, xxh3_chain, xxh3_root
 from router.index.adopt import Adopter, Expected
 from router.index.inside import Inside
+from router.index.kept import Kept
 from router.index.names import Names, foreign_root, is_root, namespace_of
 from router.index.prefix import PrefixIndex
 from router.index.scheme import MAX_WIDTH, Finding, WorkerScheme
@@ -31,7 +33,6 @@ from router.index.vouch import Chains, Mark, Voucher
 
 __all__ = ["Finding", "LedgerCounters", "RankLedger", "WorkerScheme"]
 
-_KEPT_BYTES = 2 * 1024 * 1024  # of events, per rank, while width or hash kind is open
 _FIRST_CHECKS = 4  # root stores recomputed after every clear, then one in _CHECK_EVERY
 _CHECK_EVERY = 64
 # Adapter blocks are kept under the engine's hash with these bits flipped: their hash may be the base model's.
@@ -75,35 +76,6 @@ class Routed:
     expected: Expected | None
 
 
-class _Kept:
-    """Events to be applied later or again, in bounded memory. They are detached from the message they came in."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._bytes = 0
-
-    def add(self, event: Event) -> bool:
-        """False: no room, and everything kept was dropped, since a part would say something else."""
-        self._bytes += 200
-        if isinstance(event, BlockStored | BlockRemoved):
-            self._bytes += 48 * len(event.block_hashes)
-        if isinstance(event, BlockStored):
-            event.token_ids = event.token_ids.copy()
-            self._bytes += len(event.token_ids)
-            if event.extra_keys is not None:
-                event.extra_keys = event.extra_keys.copy()
-                self._bytes += len(event.extra_keys)
-        if self._bytes > _KEPT_BYTES:
-            self.events = []
-            return False
-        self.events.append(event)
-        return True
-
-    def take(self) -> list[Event]:
-        events, self.events, self._bytes = self.events, [], 0
-        return events
-
-
 class RankLedger:
     """One rank's residency in `index` under `slot`. `degraded`: a removal may have been missed since the last clear, or
     blocks could not be carried over to another hash kind, so that the index may not show this rank exactly."""
@@ -119,8 +91,8 @@ class RankLedger:
         self._chains = Chains(index.discard) if chains is None else chains
         self._voucher = Voucher(index, slot, self._chains, lambda: worker.scheme)
         self._adopter = Adopter(index, slot, self._names)
-        self._held = _Kept()  # while the width is open: from the first store of another width on
-        self._journal: _Kept | None = None if worker.proven else _Kept()
+        self._held = Kept()  # while the width is open: from the first store of another width on
+        self._journal: Kept | None = None if worker.proven else Kept()
         self._heard_clear = False  # since the last reset
         self._roots_seen = 0  # since the last clear
         self._any_stored = False  # since the last clear
@@ -159,6 +131,22 @@ class RankLedger:
                 self._clear()
                 self._heard_clear = True
                 self._voucher.set_partial(False)
+
+    def apply_plain(self, store: PlainStore) -> bool:
+        """As `apply` of this one event, where nothing about its kind is open. False: nothing was done."""
+        hashes, parent, width = store
+        worker = self._worker
+        kind, expected_width, _ = worker.scheme
+        if width != expected_width or kind != "sglang-sha256" or not worker.proven or not worker.is_width_settled:
+            return False
+        if parent is None:
+            if self._is_check_due(self._roots_seen + 1):
+                return False
+            self._roots_seen += 1
+        self.counters.stored += 1
+        self._store_keys(hashes, parent, Tier.GPU)
+        self._any_stored = True
+        return True
 
     def reset(self) -> None:
         """Whatever the rank held is void (restart, unfillable gap). Not an event: the counters stay. The rank may hold
@@ -317,27 +305,30 @@ class RankLedger:
         self._any_stored = True
 
     def _store_by_hash(self, event: BlockStored, tier: Tier) -> None:
-        keys: Sequence[int] = tuple(event.block_hashes)  # the one copy that index and chains share
+        keys = tuple(event.block_hashes)
         parent = event.parent_block_hash
-        voucher = self._voucher
-        adapter = event.lora_name is not None or event.lora_id is not None
-        if adapter:
-            self.counters.foreign += 1
-            self._has_adapters = True
-            keys = _adapter_keys(keys)
-            parent = None if parent is None else parent ^ _ADAPTER_BITS
+        if event.lora_name is None and event.lora_id is None:
+            self._store_keys(keys, parent, tier)
+            return
+        self.counters.foreign += 1
+        self._has_adapters = True
+        self._store_keys(_adapter_keys(keys), None if parent is None else parent ^ _ADAPTER_BITS, tier, adapter=True)
+
+    def _store_keys(self, keys: Sequence[int], parent: int | None, tier: Tier, *, adapter: bool = False) -> None:
+        """`keys` is the one copy that index and chains share."""
+        counters, voucher = self.counters, self._voucher
         if voucher.partial or voucher.vouched:
             voucher.storing(keys, tier)
             # Of a complete history no parent is missing, and the look-up would be a tenth of what an event costs.
             if voucher.partial and parent is not None and not self._index.holds(self._slot, parent):
-                self.counters.orphans += 1
+                counters.orphans += 1
                 if not adapter:
                     voucher.orphan(parent, tier)
-                    self.counters.vouched_blocks = voucher.vouched_total
+                    counters.vouched_blocks = voucher.vouched_total
         refused = self._index.store(self._slot, tier, keys, parent)
+        counters.stored_blocks += len(keys) - refused
         if refused:
-            self.counters.refused_blocks += refused
-        self.counters.stored_blocks += len(keys) - refused
+            counters.refused_blocks += refused
         if not adapter:
             self._chains.stored(parent, keys)
 
@@ -364,7 +355,7 @@ class RankLedger:
         self._forget_blocks()
         self.degraded = False
         if not self._worker.proven:
-            self._journal = _Kept()
+            self._journal = Kept()
 
     def _forget_blocks(self) -> None:
         self._index.clear(self._slot)
@@ -384,10 +375,7 @@ class RankLedger:
         if event.lora_name is not None or event.lora_id is not None:
             return
         self._roots_seen += 1
-        if worker.proven and (
-            worker.scheme.kind != "sglang-sha256"
-            or (self._roots_seen > _FIRST_CHECKS and self._roots_seen % _CHECK_EVERY and not worker.is_doubtful)
-        ):
+        if not self._is_check_due(self._roots_seen):
             return
         if not is_root(event) or not event.block_hashes:
             return
@@ -403,6 +391,14 @@ class RankLedger:
         if worker.proven and not equals:
             self.counters.foreign += 1
         worker.saw_root(equals, event.cache_salt is None, content_hash, pairs)
+
+    def _is_check_due(self, root: int) -> bool:
+        """Of the `root`th root since the last clear."""
+        worker = self._worker
+        if not worker.proven:
+            return True
+        sampled = root <= _FIRST_CHECKS or not root % _CHECK_EVERY or worker.is_doubtful
+        return sampled and worker.scheme.kind == "sglang-sha256"
 
     # Our own chain.
 

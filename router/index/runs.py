@@ -17,32 +17,24 @@ event loop (one dict: 60 ms at 2.8M entries, 235 ms at 5.6M).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
-from msgspec import Struct
+from router.index.run import Run as Run
 
 # Measured (16 random keys an event, 1M resident): 64 shards store as fast as 8 and only a tenth slower than one dict;
 # 256 shards cost a third more (cache misses).
 # A key's top six bits pick its shard: -32..31, of which a Python list takes the negative ones from its end.
-SHARDS = 64
-SHARD_SHIFT = 58
+SHARDS: Final = 64
+SHARD_SHIFT: Final = 58
 MAX_RUN_BLOCKS = 256
 # Fewer fresh blocks than this lengthen the run they follow (SGLang ≤ 0.5.16 sends one page an event).
-_SHORT = 8
+_SHORT: Final = 8
 # A dict that just grew takes up to 61 bytes an entry; beyond this one it is mostly holes.
 _SPARSE_BYTES_PER_ENTRY = 128
 _SPARSE_BYTES = 4096
 # What deleting a key costs `sweep`, in looks at a run; and how many bytes are given back for one look.
 _DELETE_COST = 6
 _FREED_BYTES_PER_LOOK = 512
-
-
-class Run(Struct, gc=False, eq=False):
-    """`is_chain`: its keys were found equal to a chain that was asked for. Unknown to the garbage collector, which need
-    not walk through millions of these: a run refers to nothing but ints."""
-
-    mask: int
-    keys: tuple[int, ...]
-    is_chain: bool = False
 
 
 class RunTable:
@@ -83,10 +75,11 @@ class RunTable:
         first = keys[0]
         if first in self.shards[first >> SHARD_SHIFT]:
             return self._join(bit, keys, parent)
-        run = Run(bit, tuple(keys))
+        members = tuple(keys)
+        run = Run(bit, members)
         self._runs.append(run)
         shards = self.shards
-        for key in keys:  # half of what an event costs
+        for key in members:  # most of what an event costs
             shard = shards[key >> SHARD_SHIFT]
             if key in shard:
                 break
@@ -95,10 +88,10 @@ class RunTable:
             self.entries += count
             return []
         # This one belongs to another run, or is named twice.
-        fresh = keys.index(key)
+        fresh = members.index(key)
         if shard[key] is run:
-            fresh = keys.index(key, fresh + 1)
-        run.keys = tuple(keys[:fresh])
+            fresh = members.index(key, fresh + 1)
+        run.keys = members[:fresh]
         self.entries += fresh
         return self._join(bit, keys[fresh:], keys[fresh - 1])
 

@@ -58,11 +58,12 @@ def facts_of(ledger: RankLedger) -> Facts:
     if problem:
         raise SnapshotRefused(problem)
     of = ledger.inside
+    gpu, pinned, disk, external = of.index.blocks(of.slot)
     return Facts(
         of.scheme.kind,
         of.scheme.width,
         of.scheme.bigram,
-        of.index.blocks(of.slot),
+        (gpu, pinned, disk, external),
         len(of.names),
         of.has_adapters,
         sorted(of.other_groups),

@@ -49,17 +49,18 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), wake)
 
-    def receive(self) -> Message | None:
-        """The next message; None when none is complete. Raises ConnectionLost, after everything that came before it."""
+    def receive(self, limit: int = 1) -> list[Message]:
+        """The next messages, at most `limit`; none when none is complete. Raises ConnectionLost, after everything that
+        came before it."""
         wire = self._wire
         reads = 0
         try:
-            while (message := wire.next()) is None:
+            while not (messages := wire.take(limit)):
                 if wire.outgoing:
                     self._answer()
                 if self._drained or reads == MAX_READS:
                     self._drained = False
-                    return None
+                    return []
                 reads += 1
                 data = self._socket.recv(READ_BYTES)
                 if not data:
@@ -67,12 +68,12 @@ class Connection:
                 self._drained = len(data) < READ_BYTES
                 wire.received(data)
         except BlockingIOError:
-            return None
+            return []
         except ZmtpError as error:
             raise ConnectionLost(str(error)) from None
         except OSError as error:
             raise ConnectionLost(f"the connection was lost ({_words(error)})") from None
-        return message
+        return messages
 
     def _answer(self) -> None:
         outgoing = self._wire.outgoing

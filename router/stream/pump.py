@@ -28,7 +28,7 @@ class Pump:
     def __init__(self) -> None:
         self._waiting: deque[Source] = deque()
         self._queued: set[Source] = set()
-        self._scheduled: asyncio.Handle | None = None
+        self._scheduled = False
 
     def wake(self, source: Source) -> None:
         """`source` may have work. Call it from the loop's thread."""
@@ -36,8 +36,9 @@ class Pump:
             return
         self._queued.add(source)
         self._waiting.append(source)
-        if self._scheduled is None:
-            self._scheduled = asyncio.get_running_loop().call_soon(self._run)
+        if not self._scheduled:
+            asyncio.get_running_loop().call_soon(self._run)
+            self._scheduled = True
 
     def forget(self, source: Source) -> None:
         """`source` is closed."""
@@ -46,7 +47,7 @@ class Pump:
             self._waiting.remove(source)
 
     def _run(self) -> None:
-        self._scheduled = None
+        self._scheduled = False
         until_s = time.monotonic() + SLICE_S
         while self._waiting:
             source = self._waiting.popleft()
@@ -60,8 +61,9 @@ class Pump:
                 self.wake(source)
             if time.monotonic() >= until_s:
                 break
-        if self._waiting and self._scheduled is None:
-            self._scheduled = asyncio.get_running_loop().call_soon(self._run)
+        if self._waiting and not self._scheduled:
+            asyncio.get_running_loop().call_soon(self._run)
+            self._scheduled = True
 
 
 _pumps: WeakKeyDictionary[asyncio.AbstractEventLoop, Pump] = WeakKeyDictionary()

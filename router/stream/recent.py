@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 RECENT = 64
 """Batches remembered."""
@@ -18,9 +18,9 @@ class RecentBatches:
         self._digests: list[tuple[int, int]] = [(-1, 0)] * RECENT
 
     def add(self, seq: int, payload: bytes) -> None:
-        self._digests[seq % RECENT] = (seq, xxhash.xxh3_64_intdigest(payload))
+        self._digests[seq % RECENT] = (seq, xxh3_64_intdigest(payload))
 
     def same(self, seq: int, payload: bytes) -> bool | None:
         """Was this the batch applied under that number? None: that number is not remembered."""
         known, digest = self._digests[seq % RECENT]
-        return digest == xxhash.xxh3_64_intdigest(payload) if known == seq else None
+        return digest == xxh3_64_intdigest(payload) if known == seq else None

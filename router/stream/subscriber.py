@@ -66,6 +66,7 @@ class RankStream:
         self._tracker = SequenceTracker(
             endpoints.events, replay=endpoints.replay is not None, now_s=clock(), limits=limits
         )
+        self._apply = sink.apply
         self._subscription = Subscription(endpoints.events, topic, self)
         self._asked: _ReplayAsk | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -105,9 +106,9 @@ class RankStream:
         if len(seq) != SEQ_BYTES:
             self._sink.rejected("seq")
             return False
-        number = int.from_bytes(seq, "big")
+        number = int.from_bytes(seq)
         if self._tracker.in_line(number, payload):
-            self._sink.apply(number, payload)
+            self._apply(number, payload)
             return False
         self._do(self._tracker.live(number, payload, self._clock()))
         return self._tracker.backlog

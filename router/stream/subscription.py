@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from router.stream.connection import Connection, ConnectionLost, connect
 from router.stream.pump import Pump, running_pump
+from router.stream.zmtp import Message
 
 log = logging.getLogger(__name__)
 
 REOPEN_S = (0.1, 1.0)
 """First and largest wait before a lost or refused connection is opened anew: cheap for ever, and a restarted engine is
 heard within a second."""
+TAKEN = 16
+"""Messages handed on between two looks at the clock."""
 
 
 class Subscriber(Protocol):
@@ -55,6 +59,7 @@ class Subscription:
         self._pump: Pump | None = None
         self._connection: Connection | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._unread: Iterator[Message] = iter(())  # taken off the connection, not handed on yet
         self._reopen_s = REOPEN_S[0]
 
     def start(self) -> None:
@@ -80,25 +85,35 @@ class Subscription:
         if connection is None:
             return False
         more = busy = True
-        receive, clock = connection.receive, time.monotonic
+        clock = time.monotonic
         try:
             while more and clock() < until_s:
                 if busy:
                     busy = subscriber.step()
                     continue
-                message = receive()
-                if message is None:
-                    more = False
-                elif isinstance(message, str):
-                    subscriber.rejected(message)
-                else:
-                    busy = subscriber.message(*message)
+                busy = self._hand_on(subscriber)
+                if not busy:
+                    messages = connection.receive(TAKEN)
+                    self._unread = iter(messages)
+                    more = bool(messages)
         except ConnectionLost as lost:
             more = False
             self._close_connection()
             self._reopen(self._lost(lost))
         subscriber.rested()
         return more
+
+    def _hand_on(self, subscriber: Subscriber) -> bool:
+        """Gives what is unread to the subscriber. True: it has work to do before the next message."""
+        message = subscriber.message
+        for found in self._unread:
+            if isinstance(found, str):
+                subscriber.rejected(found)
+                continue
+            seq, payload = found
+            if message(seq, payload):
+                return True
+        return False
 
     def _lost(self, why: ConnectionLost) -> float:
         """Tells the subscriber; returns how long to wait before the next attempt (s)."""
@@ -120,7 +135,8 @@ class Subscription:
                 connection = await connect(self._endpoint, self._topic, self.wake)
                 break
             except ConnectionLost as lost:
-                await asyncio.sleep(self._lost(lost))
+                wait_s = self._lost(lost)
+            await asyncio.sleep(wait_s)
         self._connection = connection
         self.ipv6 = connection.ipv6
         self._reopen_s = REOPEN_S[0]
@@ -128,6 +144,7 @@ class Subscription:
         self.wake()  # for what came with the handshake
 
     def _close_connection(self) -> None:
+        self._unread = iter(())
         if self._connection is not None:
             self._connection.close()
             self._connection = None

@@ -19,9 +19,12 @@ MAX_FRAMES: Final = 256
 """Of one message, and of commands in a row: whoever sends more has nothing to say and would hold up the event loop."""
 MAX_COMMAND_BYTES: Final = 4096
 SMALL_PIECE_BYTES: Final = 4096
+TAKEN_BYTES: Final = 16 * 1024
+"""Behind so many bytes of messages taken together no further one is: what they cost grows with these (case 31)."""
 
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_LAST = (_LONG, 0)  # flags of a message's last frame
 _GREETING_BYTES = 64
 _GREETING = _SIGNATURE + bytes((3, 0)) + b"NULL".ljust(20, b"\0") + bytes(32)
 _PUBLISHERS = (b"PUB", b"XPUB")
@@ -50,7 +53,7 @@ def frame(body: bytes, *, more: bool = False, command: bool = False) -> bytes:
 
 class SubscriberWire:
     """One connection. Give it what arrives with `received`; then call `agree` until the handshake is `established` (the
-    subscription is asked for by then), and afterwards `next` until it returns None. Both raise ZmtpError.
+    subscription is asked for by then), and afterwards `take` until it returns none. Both raise ZmtpError.
 
     Send `outgoing` whenever it is not empty, and clear it.
     """
@@ -92,18 +95,31 @@ class SubscriberWire:
         else:
             self._parts.append(bytearray(data))
 
-    def next(self) -> Message | None:
-        """The next whole message. None: more bytes are needed."""
-        data, at = self._data, self._at
-        if data.startswith(self._usual, at) and not self._frame_count:
-            at += len(self._usual)
-            if at + 17 <= len(data):
-                seq, flags, size = _seq_and_head.unpack_from(data, at)
-                end = at + 17 + size
-                if flags == _LONG and end <= len(data):
-                    self._at = end
-                    return seq, data[at + 17 : end]
-        return self._next_by_frames()
+    def take(self, limit: int) -> list[Message]:
+        """The next whole messages, at most `limit`, of about TAKEN_BYTES; none when more bytes are needed."""
+        found: list[Message] = []
+        if not self._frame_count:
+            data, at, usual = self._data, self._at, self._usual
+            size = len(data)
+            to_body = len(usual) + _seq_and_head.size
+            last = min(size - to_body, at + TAKEN_BYTES)
+            while at <= last and data.startswith(usual, at):
+                seq, flags, length = _seq_and_head.unpack_from(data, at + len(usual))
+                body = at + to_body
+                if not flags:  # a short frame's head has one byte for its length
+                    body -= 7
+                    length = data[body - 1]
+                end = body + length
+                if flags not in _LAST or end > size:
+                    break
+                found.append((seq, data[body:end]))
+                at = end
+                if len(found) == limit:
+                    break
+            self._at = at
+        if not found and (message := self._next_by_frames()) is not None:
+            found.append(message)
+        return found
 
     def _next_by_frames(self) -> Message | None:
         commands = 0

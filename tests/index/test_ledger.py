@@ -234,3 +234,56 @@ def test_fold_is_independent_of_batching(cuts: list[int]) -> None:
     keys = prompt_keys(whole.scheme.scheme, pack_ids([1, 2, 1, 1, 2, 2])) or []
     assert whole.index.match(keys) == sliced.index.match(keys)
     assert whole.index.blocks(0) == sliced.index.blocks(0)
+
+
+LONG = [random.Random(5).randrange(1, 1000) for _ in range(64)]  # 16 blocks of four
+LONG_HASHES = hashes_of(LONG)
+
+
+def a_store(start: int, count: int, **more: Any) -> dict[str, Any]:
+    parent = LONG_HASHES[start - 1] if start else None
+    return store(LONG[4 * start : 4 * (start + count)], LONG_HASHES[start : start + count], parent, **more)
+
+
+STEPS = st.one_of(
+    st.builds(a_store, st.just(0), st.integers(4, 16)),
+    st.builds(a_store, st.integers(0, 12), st.integers(4, 16)),
+    st.builds(a_store, st.integers(0, 12), st.just(4), medium=st.sampled_from(["GPU", "DISK", "TAPE"])),
+    st.builds(a_store, st.integers(0, 12), st.just(4), lora_name=st.just("a")),
+    st.builds(a_store, st.just(0), st.just(4), width=st.just(8)),
+    st.builds(lambda start, stop: removed(LONG_HASHES[start:stop][::-1]), st.integers(0, 16), st.integers(0, 16)),
+    st.just(store(LONG[:16], [7**22 + n for n in range(4)])),
+    st.just(CLEARED),
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), STEPS), max_size=30), st.booleans(), st.sampled_from(["sglang", "vllm"]))
+@settings(max_examples=200, deadline=None)
+def test_plain_stores_change_what_the_same_batches_would(
+    steps: list[tuple[int, dict[str, Any]]], complete: bool, engine: str
+) -> None:
+    """With and without the reader that spares the decoder."""
+    decoded, plain = Worker(ranks=2, engine=engine), Worker(ranks=2, engine=engine, plain=True)
+    for worker in (decoded, plain):
+        for ledger in worker.ledgers:
+            ledger.set_history(complete=complete)
+        worker.chains.prompt(LONG_HASHES)
+    for rank, event in steps:
+        for worker in (decoded, plain):
+            worker.feed(event, rank=rank)
+        for rank in range(2):
+            assert decoded.ledgers[rank].counters == plain.ledgers[rank].counters
+            assert decoded.ledgers[rank].inexact == plain.ledgers[rank].inexact
+            assert decoded.depths(LONG, rank=rank) == plain.depths(LONG, rank=rank)
+            assert decoded.index.blocks(decoded.slots[rank]) == plain.index.blocks(plain.slots[rank])
+    assert [decoded.chains.parent(key) for key in LONG_HASHES] == [plain.chains.parent(key) for key in LONG_HASHES]
+    assert decoded.scheme.findings == plain.scheme.findings
+
+
+def test_a_plain_store_of_a_proven_worker_is_not_decoded() -> None:
+    worker = Worker(plain=True)
+    for _ in range(3):
+        worker.feed(a_store(0, 8))
+    assert worker.plain_stores == 0
+    worker.feed(a_store(8, 8))
+    assert (worker.plain_stores, worker.credit([*LONG, 1])) == (1, 16)

@@ -130,7 +130,7 @@ class History:
             assert self.index.blocks(slot) == tuple(sum(1 for n in tiers[tier].values() if n) for tier in Tier)
 
     def expected(self, asked: list[int]) -> dict[int, Depths]:
-        found = {}
+        found: dict[int, Depths] = {}
         for slot, tiers in self.slots.items():
             depths = []
             for tier in Tier:

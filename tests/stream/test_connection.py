@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,6 +101,55 @@ async def test_a_host_that_vanished_is_noticed_within_a_minute_whatever_waits_to
             connection.close()
 
 
+class Working(Heard):
+    """Writes down what is asked of it. Some messages make work of two steps, others fail or take long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.work = 0
+
+    def unlinked(self, why: str) -> None:
+        self.log.append("lost")
+
+    def message(self, seq: bytes, payload: bytes) -> bool:
+        assert not self.work, "what waits is dealt with before the next message"
+        self.log.append(payload.decode())
+        if payload == b"fails":
+            raise RuntimeError("the sink's fault")
+        if payload == b"slow":
+            time.sleep(0.01)
+        self.work = 2 if payload == b"work" else 0
+        return bool(self.work)
+
+    def rejected(self, why: str) -> None:
+        self.log.append(why)
+
+    def step(self) -> bool:
+        self.work -= bool(self.work)
+        if self.work:
+            self.log.append("step")
+        return bool(self.work)
+
+
+async def test_messages_taken_together_are_handed_on_as_if_they_came_one_by_one() -> None:
+    """Work in between comes first, a sink's failure costs one message, and a loss is told after all that came."""
+    heard = Working()
+    with listener() as (server, endpoint):
+        subscription = Subscription(endpoint, "", heard)
+        subscription.start()
+        with await accepted(server) as peer:
+            await until(lambda: heard.links, "linked")
+            said = ["a", "work", "b", "fails", "c", "slow", "d", "work", "fails", *map(str, range(40))]
+            pieces = [frame(b"", more=True) + frame(bytes(8), more=True) + frame(word.encode()) for word in said]
+            peer.sendall(b"".join([*pieces[:3], frame(b"alone"), *pieces[3:]]))
+        await until(lambda: "lost" in heard.log, "lost")
+        await subscription.close()
+    said.insert(3, "frames")
+    told = [step for word in said for step in ([word, "step"] if word == "work" else [word])]
+    assert heard.log == [*told, "lost"]
+
+
 async def test_a_path_that_cannot_be_a_socket_is_named() -> None:
     with pytest.raises(ConnectionLost, match="too long"):
         await connect("ipc:///" + 200 * "x", b"", lambda: None)
@@ -135,7 +185,7 @@ async def test_a_long_message_gives_way_to_others_however_fast_it_comes() -> Non
     """Case 31: a publisher of hundreds of long frames would hold up every request."""
     with scripted(established()) as (sock, connection):
         sock.arriving = b"\x03" + (32 << 20).to_bytes(8, "big") + bytes(READ_BYTES - 9)
-        assert connection.receive() is None
+        assert connection.receive() == []
         assert sock.reads == MAX_READS
 
 

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.stream.zmtp import MAX_COMMAND_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, Message, SubscriberWire, ZmtpError, frame
+from router.stream.zmtp import (
+    MAX_COMMAND_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    TAKEN_BYTES,
+    Message,
+    SubscriberWire,
+    ZmtpError,
+    frame,
+)
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 
@@ -47,8 +56,8 @@ def read(wire: SubscriberWire, data: bytes, cuts: Iterable[int]) -> list[Message
         if start == stop:
             continue
         wire.received(data[start:stop])
-        while (message := wire.next()) is not None:
-            found.append(message)
+        while messages := wire.take(3):
+            found += messages
     return found
 
 
@@ -95,7 +104,7 @@ def test_messages_right_behind_the_handshake_are_not_lost() -> None:
     wire = SubscriberWire(b"kv")
     wire.received(GREETING + ready() + on_the_wire([b"kv", bytes(8), b"x"]))
     wire.agree()
-    assert wire.next() == (bytes(8), b"x")
+    assert wire.take(9) == [(bytes(8), b"x")]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +145,19 @@ def test_a_frame_beyond_the_limit_is_refused_by_its_head(head: bytes) -> None:
     wire = established()
     wire.received(head)
     with pytest.raises(ZmtpError, match="at most"):
-        wire.next()
+        wire.take(9)
+
+
+def test_large_messages_are_not_taken_many_at_once() -> None:
+    """Case 31: nobody looks at the clock between those taken together."""
+    wire = established()
+    large = on_the_wire([b"kv", bytes(8), bytes(TAKEN_BYTES // 2)])
+    wire.received(6 * large)
+    assert [len(wire.take(16)) for _ in range(4)] == [2, 2, 2, 0]
+    wire.received(
+        on_the_wire([b"kv", bytes(8), bytes(9 * TAKEN_BYTES)]) + 20 * on_the_wire([b"kv", bytes(8), bytes(9)])
+    )
+    assert [len(wire.take(16)) for _ in range(4)] == [1, 16, 4, 0]
 
 
 @pytest.mark.parametrize("flags", [5, 7, 8, 0x80])
@@ -144,7 +165,7 @@ def test_flags_nobody_defined_end_the_connection(flags: int) -> None:
     wire = established()
     wire.received(bytes((flags, 0)))
     with pytest.raises(ZmtpError):
-        wire.next()
+        wire.take(9)
 
 
 @pytest.mark.parametrize("piece", [frame(b"", more=True), frame(b"\x04PING\x00\x00", command=True)])
@@ -152,24 +173,24 @@ def test_frames_without_end_that_make_no_message_end_the_connection(piece: bytes
     """Case 31: 64 KiB of them would take 20 ms."""
     wire = established()
     wire.received(piece * MAX_FRAMES)
-    assert wire.next() is None
+    assert wire.take(9) == []
     wire.received(piece * (MAX_FRAMES + 1))
     with pytest.raises(ZmtpError, match="make no message"):
-        wire.next()
+        wire.take(9)
 
 
 def test_a_heartbeat_is_answered_with_its_context_even_inside_a_message() -> None:
     wire = established()
     ping = frame(b"\x04PING\x00\x64context", command=True)
     wire.received(frame(b"kv", more=True) + ping + frame(bytes(8), more=True) + frame(b"x"))
-    assert wire.next() == (bytes(8), b"x")
+    assert wire.take(9) == [(bytes(8), b"x")]
     assert wire.outgoing == frame(b"\x04PONGcontext", command=True)
 
 
 def test_commands_of_later_versions_are_ignored() -> None:
     wire = established()
     wire.received(frame(b"\x05HELLO later", command=True) + frame(b"", command=True) + on_the_wire([b"a"]))
-    assert (wire.next(), wire.next()) == ("frames", None)
+    assert (wire.take(9), wire.take(9)) == (["frames"], [])
 
 
 def test_a_long_frame_in_many_pieces_is_put_together_once() -> None:
@@ -190,13 +211,13 @@ def test_a_long_frame_that_drips_takes_up_little_more_than_itself(cut: int) -> N
     try:
         for start in range(0, len(data) - cut, cut):
             wire.received(data[start : start + cut])
-            assert wire.next() is None
+            assert wire.take(9) == []
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert held_bytes < 2 * len(payload)
     wire.received(data[start + cut :])
-    assert wire.next() == (bytes(8), payload)
+    assert wire.take(9) == [(bytes(8), payload)]
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5), st.booleans())
