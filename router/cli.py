@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from router import __version__
+from router import __version__, build
 from router.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kv-router", description="KV-cache-aware request router for SGLang and vLLM")
-    parser.add_argument("--version", action="version", version=f"kv-router {__version__}")
+    parser.add_argument("--version", action="version", version=f"kv-router {__version__} ({build.kind()})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _serve(commands)
     _demo(commands)

@@ -118,7 +118,7 @@ def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
     copied = re.search(r"^COPY (pyproject.*) \./$", DOCKERFILE, re.MULTILINE)
     assert copied is not None
     assert ignored[0] == "*"
-    assert {line[1:] for line in ignored if line.startswith("!")} == {*copied[1].split(), "router"}
+    assert {line[1:] for line in ignored if line.startswith("!")} == {*copied[1].split(), ".build", "router"}
 
 
 def test_versions_agree() -> None:
