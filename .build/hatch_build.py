@@ -1,7 +1,6 @@
-"""Wheel build: the modules of the hot path (pyproject.toml names them) compiled by mypyc where that can be done.
+"""Wheel build: with `KV_ROUTER_COMPILE=1` the modules of the hot path (listed in pyproject.toml) are compiled by mypyc,
+or the build fails; without it the wheel is pure Python. Both kinds hold the same sources and behave the same.
 
-`KV_ROUTER_COMPILE=0` never compiles, `=1` makes a failure to compile the build's failure. Unset: a build that cannot
-compile says why and goes on as pure Python; both kinds of wheel hold the same sources and behave the same.
 Editable installs are never compiled, so that an edit counts at once.
 """
 
@@ -28,17 +27,17 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def dependencies(self) -> list[str]:
         """What the build has to install beforehand: nothing where nothing will be compiled."""
-        return [] if self.target_name != "wheel" or _hindrance() else TOOLS
+        return TOOLS if self._wanted() and not _hindrance() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if self.target_name != "wheel" or version == "editable":
+        if not self._wanted() or version == "editable":
             return
         reason = _hindrance() or self._compile(build_data)
-        if not reason:
-            return
-        if os.environ.get(SWITCH) == "1":
+        if reason:
             raise RuntimeError(f"{SWITCH}=1, but {reason}")
-        self.app.display_warning(f"kv-router is built as pure Python: {reason}")
+
+    def _wanted(self) -> bool:
+        return self.target_name == "wheel" and os.environ.get(SWITCH) == "1"
 
     def _compile(self, build_data: dict[str, Any]) -> str:
         """Returns what went wrong, "" if nothing did."""
@@ -62,8 +61,6 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def _hindrance() -> str:
     """Why this machine cannot compile; "" when it seems able to."""
-    if os.environ.get(SWITCH) == "0":
-        return f"{SWITCH}=0"
     if sys.implementation.name != "cpython":
         return "not CPython"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():

@@ -124,8 +124,8 @@ class PublicListener(Generic[P]):
     @property
     def port(self) -> int:
         """The port in use, also when 0 was asked for."""
-        assert self._listening is not None
-        return int(self._listening.sockets[0].getsockname()[1])
+        listening: Any = self._listening  # uvloop's is of another class, and its sockets are a list
+        return int(listening.sockets[0].getsockname()[1])
 
     async def start(self) -> None:
         """Bind and listen. Raises OSError when the address cannot be had."""

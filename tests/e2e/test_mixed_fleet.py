@@ -13,6 +13,7 @@ from router.prompt.local import local_ids
 from router.prompt.models import ModelFacts, ModelSource, load_model
 from tests.e2e.conftest import Running, Start
 from tests.prompt.support import TINY, chat, user
+from tests.support.built import interpreted
 from tests.support.cache import Cache
 from tests.support.engine import FakeEngine
 
@@ -94,6 +95,7 @@ async def test_a_request_is_taught_to_the_kind_it_went_to(
     assert await router.metric("prompts_total") == 2, "the request and the dry run, each counted once"
 
 
+@interpreted
 async def test_engines_of_one_kind_have_their_prompt_made_once(start_router: Start, fake_engine: Fake) -> None:
     router, engines = await kinds(start_router, fake_engine, None, None)
     asked: list[object] = []

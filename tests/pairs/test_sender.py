@@ -20,6 +20,7 @@ from router.proxy.plan import Fault, Origin, Outcome, Usage
 from router.proxy.prefill_leg import Refusal
 from router.proxy.upstream import UpstreamClient, UpstreamLimits, UpstreamResponse
 from tests.proxy.fakes import Url
+from tests.support.built import interpreted
 from tests.support.http import HOST, Reply, ScriptedWorker, Seen, until
 
 BODY = b'{"model":"m","prompt":"hi","stream":true}'
@@ -344,6 +345,7 @@ async def test_a_send_cancelled_before_its_first_step_leaves_nothing(stage: Stag
     assert [outcome for outcome, *_ in pair.prefill.ends] == [Outcome.CLIENT_CLOSED]
 
 
+@interpreted
 async def test_a_client_that_leaves_while_the_decode_leg_is_withdrawn_is_heard() -> None:
     """Its cancellation is not mistaken for the one of the decode leg: nobody would end its connection's task."""
     clients: list[asyncio.Task[object]] = []

@@ -13,6 +13,7 @@ from router.hashing import Namespace, Scheme, TokenIds, chain_digests, pack_ids,
 from router.prompt.boundaries import MAX_PIECES, MIN_PIECE_CHARS, Boundaries, HardToken, find_boundaries
 from router.prompt.conversation import ConversationCache
 from tests.prompt.support import tiny
+from tests.support.built import interpreted
 
 START, END = "<|im_start|>", "<|im_end|>"
 SCHEMES = (
@@ -219,6 +220,7 @@ def test_a_soft_token_that_covers_a_hard_one_hides_it() -> None:
     assert found.cut(f"{text}<<s>>{text}<s>{text}")[0] == [f"{text}<<s>>{text}", f"<s>{text}"]
 
 
+@interpreted
 def test_pair_keys_of_earlier_turns_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE engines: a block of pairs reads one token behind itself, and is kept with the piece that holds that one."""
     hashed: list[bytes] = []

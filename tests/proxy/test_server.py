@@ -19,6 +19,7 @@ from router.proxy.queue import QueueOptions
 from router.proxy.server import ClientExchange, ListenerOptions
 from router.proxy.upstream import UpstreamLimits
 from tests.proxy.fakes import Bench, FakeCore, FakePlacement, bench
+from tests.support.built import interpreted
 from tests.support.http import Answered, RawClient, Reply, Script, Seen, fetch, get, post, until
 
 
@@ -663,6 +664,7 @@ async def test_a_fault_of_ours_when_a_worker_is_silent_does_not_end_the_watch(mo
         assert (answer.status, answer.one("x-kv-router-error")) == (504, "upstream_timeout")
 
 
+@interpreted
 async def test_a_fault_of_ours_while_a_request_is_sent_costs_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
         await fetch(b.port, post())

@@ -9,6 +9,7 @@ import pytest
 from router.proxy.connection import UpstreamConnectError, UpstreamReset, UpstreamTimeout
 from router.proxy.upstream import UpstreamClient, UpstreamLimits, UpstreamResponse
 from tests.proxy.fakes import Url
+from tests.support.built import interpreted
 from tests.support.http import HOST, Reply, ScriptedWorker, Seen, ok, until
 
 
@@ -300,6 +301,7 @@ async def test_a_redirect_is_an_answer_like_any_other(client: UpstreamClient, wo
     await finish(response)
 
 
+@interpreted
 async def test_a_name_that_resolves_to_a_link_local_address_is_not_talked_to(
     client: UpstreamClient, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
