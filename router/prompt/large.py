@@ -120,7 +120,8 @@ def value(raw: bytes) -> Any:
         try:
             whole = _joined(whole, part, piece.opened) if piece.opened else part
             if piece.text is not None:
-                _set_last(whole, piece.open_after, value(raw[slice(*piece.text)]))
+                start, end = piece.text
+                _set_last(whole, piece.open_after, value(raw[start:end]))
         except (LookupError, TypeError, AttributeError):
             raise ValueError("a key comes twice, once with a large value") from None
     return whole
