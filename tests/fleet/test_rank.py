@@ -15,6 +15,7 @@ from router.hashing import Namespace, pack_ids, prompt_keys
 from router.index.prefix import PrefixIndex
 from router.index.scheme import WorkerScheme
 from tests.fleet.helpers import settings
+from tests.support.built import interpreted
 from tests.support.engine import stored
 
 URL = "http://127.0.0.1:30000"
@@ -168,6 +169,7 @@ def test_an_unusable_message_is_counted_and_the_stream_goes_on(payload: bytes) -
     assert (bench.blocks(), bench.rank.last_seq, bench.rank.trusted) == (4, 3, True)
 
 
+@interpreted
 def test_a_fault_of_the_router_itself_costs_one_batch_not_the_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from router.prompt.store import ModelStore
 from router.prompt.template import ChatTemplate
 from router.prompt.verify import AGREEMENTS, COUNT_FAULTS, Difference
 from tests.prompt.support import FACTS, GENERATE, TINY, body, chat, tiny, user
+from tests.support.built import interpreted
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -217,6 +218,7 @@ async def test_a_date_that_changed_meanwhile_is_no_difference() -> None:
     await rig.source.close()
 
 
+@interpreted
 async def test_a_cache_that_put_a_prompt_together_wrongly_is_found_and_then_not_used(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
