@@ -18,8 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from router.contract.events import Tier, decode_batch
-from router.contract.plain import IS_QUICK, PlainReader
+from router.contract.events import EventBatch, Tier, decode_batch
 from router.fleet.registry import SWEEP_BLOCKS
 from router.hashing import Scheme, pack_ids, prompt_keys
 from router.index.ledger import RankLedger, WorkerScheme
@@ -96,25 +95,6 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-class _Rank:
-    """As `router.fleet.rank` takes in a batch, without what it watches besides."""
-
-    def __init__(self, ledger: RankLedger) -> None:
-        self.ledger = ledger
-        self.reader = PlainReader(0) if IS_QUICK else None
-
-    def apply(self, payload: bytes) -> None:
-        reader = self.reader
-        if reader is not None:
-            store = reader.read(payload)
-            if store is not None and self.ledger.apply_plain(store):
-                return
-        batch = decode_batch(payload)
-        if reader is not None:
-            reader.learn(payload, batch)
-        self.ledger.apply(batch)
-
-
 class _Fleet:
     """One worker with many ranks, and events for them."""
 
@@ -123,7 +103,7 @@ class _Fleet:
         self.index = PrefixIndex()
         worker = WorkerScheme(TOKENS_PER_BLOCK, "sglang")
         self.slots = [self.index.open_slot() for _ in range(ranks)]
-        self.ranks = [_Rank(RankLedger(self.index, slot, worker)) for slot in self.slots]
+        self.ledgers = [RankLedger(self.index, slot, worker) for slot in self.slots]
         self.last_hash: list[int | None] = [None] * ranks
         self.tokens = [
             [self.random.randrange(150_000) for _ in range(BLOCKS_PER_EVENT * TOKENS_PER_BLOCK)] for _ in range(64)
@@ -135,7 +115,7 @@ class _Fleet:
         """One root with SGLang's own hashes, as every real stream soon has: from then on hashes are the keys."""
         keys = prompt_keys(Scheme("sglang-sha256", TOKENS_PER_BLOCK), pack_ids(self.tokens[0]))
         assert keys is not None
-        self.ranks[0].apply(_message([_stored(keys, None, self.encoded_tokens[0])]))
+        self.ledgers[0].apply(decode_batch(_message([_stored(keys, None, self.encoded_tokens[0])])))
 
     def fill(self, blocks: int) -> tuple[dict[int, float], dict[int, int]]:
         """Seconds and events per messages' size, in alternating slices so that all see the same index."""
@@ -146,8 +126,8 @@ class _Fleet:
             for size in _EVENTS_PER_BATCH:
                 messages = []
                 for _ in range(_SLICE_EVENTS // size):
-                    rank = (rank + 1) % len(self.ranks)
-                    messages.append((self.ranks[rank], _message([self._store(rank) for _ in range(size)])))
+                    rank = (rank + 1) % len(self.ledgers)
+                    messages.append((self.ledgers[rank], _message([self._store(rank) for _ in range(size)])))
                 seconds[size] += _timed(messages)
                 events[size] += len(messages) * size
         return seconds, events
@@ -222,12 +202,12 @@ class _Fleet:
         """Blocks a second through the decoder and the ledger, of blocks that are there."""
         messages = []
         blocks = 0
-        for slot, rank in zip(self.slots, self.ranks, strict=True):
+        for slot, ledger in zip(self.slots, self.ledgers, strict=True):
             for _ in range(4):
                 hashes = self._hashes(256)
                 self.index.store(slot, Tier.GPU, hashes)
                 event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
-                messages.append((rank, _message([event])))
+                messages.append((ledger, _message([event])))
                 blocks += len(hashes)
         return blocks / _timed(messages)
 
@@ -248,10 +228,11 @@ def _message(events: list[dict[str, Any]]) -> bytes:
     return _encoder.encode([1_700_000_000.0, events, 0])
 
 
-def _timed(messages: Iterable[tuple[_Rank, bytes]]) -> float:
+def _timed(messages: Iterable[tuple[RankLedger, bytes]]) -> float:
+    decode: Callable[[bytes], EventBatch] = decode_batch
     start = time.process_time()
-    for rank, payload in messages:
-        rank.apply(payload)
+    for ledger, payload in messages:
+        ledger.apply(decode(payload))
     return time.process_time() - start
 
 

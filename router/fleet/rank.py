@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from router.contract.descriptor import RankEndpoints
 from router.contract.events import BlockStored, EventBatch, Tier, WireError, decode_batch
 from router.contract.load import LoadReport, decode_load
-from router.contract.plain import IS_QUICK, PlainReader, time_of
 from router.errors import ContractError
 from router.fleet.doubt import SILENT_BLOCKS, UNUSABLE_STORES, Doubt, RankView, Silence, Strays, UnusableStores
 from router.fleet.observer import FleetObserver
@@ -124,7 +123,6 @@ class Rank:
         self._doubts: dict[str, Doubt] = {}
         self._silence = Silence()
         self._unusable = UnusableStores()
-        self._plain = PlainReader(number) if IS_QUICK else None
         self._strays = Strays()
         self._reported = (0, 0, 0, 0)
         self._is_fresh = False  # batches came since the last rest
@@ -169,12 +167,7 @@ class Rank:
         self.last_seq = seq
         self.last_payload = payload
         try:
-            plain = self._plain
-            if plain is not None and self._applied_plain(plain, ledger, payload):
-                return
             batch = decode_batch(payload)
-            if plain is not None:
-                plain.learn(payload, batch)
             if batch.rank is not None and batch.rank != self.number:
                 self._strays.saw(batch.rank, self._clock())
                 self._reject("rank", f"batch {seq} names rank {batch.rank}; the socket's rank is believed (case 12)")
@@ -193,19 +186,6 @@ class Rank:
             if self._oldest_ts_s is None and self.stream_state == "live":
                 self._oldest_ts_s = batch.ts_s
         self._is_fresh = True
-
-    def _applied_plain(self, plain: PlainReader, ledger: RankLedger, payload: bytes) -> bool:
-        """Of the usual form, and nothing asked for a closer look: applied without decoding it."""
-        store = plain.read(payload)
-        counters = ledger.counters
-        if store is None or self._doubts or counters.odd_widths + counters.unknown_media != self._unusable.known:
-            return False
-        if not ledger.apply_plain(store):
-            return False
-        if self._oldest_ts_s is None and self.stream_state == "live":
-            self._oldest_ts_s = time_of(payload)
-        self._is_fresh = True
-        return True
 
     def rested(self) -> None:
         """What is the same for one batch and for many is done here, once a turn."""

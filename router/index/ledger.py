@@ -21,7 +21,6 @@ from router.contract.events import (
     tier_of,
     token_units,
 )
-from router.contract.plain import PlainStore
 from router.hashing import Scheme, TokenIds, bigrams, sglang_chain, xxh3_chain, xxh3_root
 from router.index.adopt import Adopter, Expected
 from router.index.inside import Inside
@@ -131,22 +130,6 @@ class RankLedger:
                 self._clear()
                 self._heard_clear = True
                 self._voucher.set_partial(False)
-
-    def apply_plain(self, store: PlainStore) -> bool:
-        """As `apply` of this one event, where nothing about its kind is open. False: nothing was done."""
-        hashes, parent, width = store
-        worker = self._worker
-        kind, expected_width, _ = worker.scheme
-        if width != expected_width or kind != "sglang-sha256" or not worker.proven or not worker.is_width_settled:
-            return False
-        if parent is None:
-            if self._is_check_due(self._roots_seen + 1):
-                return False
-            self._roots_seen += 1
-        self.counters.stored += 1
-        self._store_keys(hashes, parent, Tier.GPU)
-        self._any_stored = True
-        return True
 
     def reset(self) -> None:
         """Whatever the rank held is void (restart, unfillable gap). Not an event: the counters stay. The rank may hold

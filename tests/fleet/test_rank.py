@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from router.contract.events import Tier
-from router.contract.plain import PlainReader
 from router.fleet.observer import NullObserver
 from router.fleet.rank import LOG_EVERY_S, NO_SLOT, Rank
 from router.fleet.worker import Worker
@@ -367,34 +366,3 @@ def test_blocks_are_shown_by_tier_without_the_empty_ones() -> None:
     bench.apply(event, event | {"medium": "CPU_PINNED"})
     assert bench.rank.blocks() == {"GPU": 2, "CPU_PINNED": 2}
     assert set(bench.rank.blocks()) <= {tier.name for tier in Tier}
-
-
-def damaged(payload: bytes, *, at: bytes, new: bytes) -> bytes:
-    """Other bytes behind `at`."""
-    spot = payload.index(at) + len(at)
-    return payload[:spot] + new + payload[spot + len(new) :]
-
-
-def test_a_rank_that_spares_the_decoder_shows_what_one_that_does_not_does() -> None:
-    """Compiled, stores of the usual form go past the decoder; damaged ones are refused as ever."""
-    spared, decoded = Bench().live(), Bench().live()
-    spared.rank._plain, decoded.rank._plain = PlainReader(0), None
-    read = []
-    for turn in range(60):
-        event = chain(1 + 100 * turn, blocks=4)
-        payload = msgspec.msgpack.encode([spared.wall_s - turn / 8, [event], 0])
-        if turn % 5 == 4:  # an id of no meaning in msgpack, and one that reaches into the next field
-            payload = damaged(payload, at=b"\xa9token_ids\xdc\x00\x10", new=(b"\xc1", b"\xdb\xff")[turn // 5 % 2])
-        elif turn % 7 == 5:
-            payload = payload.replace(b"\xaablock_size\x04", b"\xaablock_size\x08")
-        elif turn % 11 == 6:
-            payload = payload[:-1] + b"\x03"
-        read.append(spared.rank._plain.read(payload) is not None)
-        for bench in (spared, decoded):
-            bench.raw(payload)
-            bench.now_s += 1
-        assert spared.rank.describe() == decoded.rank.describe()
-        assert spared.observer.seen == decoded.observer.seen
-    assert read.count(True) > 20
-    assert spared.rank.rejects["payload"] == 12
-    assert spared.rank.describe()["ledger"]["odd_widths"] > 5

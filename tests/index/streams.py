@@ -9,7 +9,6 @@ from typing import Any
 import msgpack
 
 from router.contract.events import decode_batch
-from router.contract.plain import PlainReader
 from router.hashing import Namespace, creditable_blocks, pack_ids, prompt_keys, sglang_chain
 from router.index.ledger import RankLedger, WorkerScheme
 from router.index.prefix import PrefixIndex
@@ -21,27 +20,15 @@ NOWHERE = Namespace()
 class Worker:
     """One engine as the router sees it: its ranks' ledgers over one index, fed with events as an engine packs them."""
 
-    def __init__(
-        self, width: int = 4, engine: str = "sglang", ranks: int = 1, bigram: bool = False, plain: bool = False
-    ) -> None:
-        """`plain`: stores of the usual form go past the decoder."""
+    def __init__(self, width: int = 4, engine: str = "sglang", ranks: int = 1, bigram: bool = False) -> None:
         self.index = PrefixIndex()
         self.scheme = WorkerScheme(width, engine, bigram)
         self.slots = [self.index.open_slot() for _ in range(ranks)]
         self.chains = Chains(self.index.discard)
         self.ledgers = [RankLedger(self.index, slot, self.scheme, self.chains) for slot in self.slots]
-        self.plain_stores = 0
-        self._readers = [PlainReader(rank) for rank in range(ranks if plain else 0)]
 
     def feed(self, *events: Any, rank: int = 0) -> None:
-        payload: bytes = msgpack.packb([1.0, list(events), rank])
-        if self._readers:
-            found = self._readers[rank].read(payload)
-            if found is not None and self.ledgers[rank].apply_plain(found):
-                self.plain_stores += 1
-                return
-            self._readers[rank].learn(payload, decode_batch(payload))
-        self.ledgers[rank].apply(decode_batch(payload))
+        self.ledgers[rank].apply(decode_batch(msgpack.packb([1.0, list(events), rank])))
 
     def depths(self, tokens: Sequence[int], namespace: Namespace = NOWHERE, rank: int = 0) -> tuple[int, ...]:
         scheme = self.scheme.scheme
