@@ -40,7 +40,7 @@ from router.prompt.large import LARGE_BYTES
 from router.prompt.models import ModelFacts
 from router.prompt.rules import Rules, kinds_of
 from router.prompt.source import PromptSource
-from router.proxy.plan import Outcome, RequestRecord
+from router.proxy.plan import Outcome, RequestRecord, Unplanned
 from router.request_plan import RequestPlan as RequestPlan
 
 log = logging.getLogger("router.request")
@@ -53,8 +53,6 @@ DRY_RUN: Final = ""
 MAX_PREDICTED_BLOCKS: Final = 4096
 """Of one prompt: what follows would hold up the loop for longer than it is worth."""
 MAX_KNOWN_MODELS: Final = 64
-MAX_BEGUN: Final = 64
-"""Requests between `plan_now` and `plan`; of those whose clients left in between, these are remembered for a while."""
 LONG_PROMPT_BYTES: Final = 4 * 16_384
 """Ids of a longer prompt are hashed in slices, so that a million tokens do not hold up everybody else."""
 
@@ -81,6 +79,16 @@ class Known:
         self.rules = next(iter(self.kinds), None)
         """The first kind's; None while there is no engine."""
         self.facts = self.kinds[self.rules] if self.rules is not None else None
+
+
+class Begun(Unplanned):
+    """A body that was read. `plan`: of a long prompt, which is counted already and whose keys are to be made."""
+
+    __slots__ = ("plan", "request")
+
+    def __init__(self, request: RequestBody, plan: RequestPlan | None) -> None:
+        self.request = request
+        self.plan = plan
 
 
 class RoutingCore:
@@ -123,14 +131,11 @@ class RoutingCore:
         self._shared_page = shared_page
         self._log_limit = RateLimit(10.0, clock)
         self._known: dict[str | None, Known] = {}
-        self._begun: dict[int, tuple[str, RequestBody, RequestPlan | None]] = {}
-        """What a `plan_now` that gave none left for `plan`: request id, body, and the plan of a long prompt, which is
-        counted already. By the body's identity: others begin before `plan` has its turn."""
 
-    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan | None:
-        """As `plan`, where nothing has to be waited for. None: await `plan`, which goes on from here."""
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan | Unplanned:
+        """As `plan`, where nothing has to be waited for. Unplanned: `plan` is to be awaited, and goes on from there."""
         if self._traces is not None or len(body) > LARGE_BYTES:
-            return None
+            return Unplanned()
         encoded = _is_encoded(headers)
         request = RequestBody(route, body, Fields()) if encoded else parse_body(route, body)
         client_rank = self._checked(route, headers, request)
@@ -143,20 +148,24 @@ class RoutingCore:
                 plan = RequestPlan(route, request, prompt, model, client_rank, encoded, request_id, known.rules)
                 if prompt.ids is None or not self._takes_turns(plan, prompt.ids):
                     return plan
-        if len(self._begun) >= MAX_BEGUN:
-            del self._begun[next(iter(self._begun))]
-        self._begun[id(body)] = request_id, request, plan
-        return None
+        return Begun(request, plan)
 
-    async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> RequestPlan:
-        """Reads the request and finds its token ids. Raises RouterError (bad_json, model_not_found)."""
+    async def plan(
+        self,
+        route: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        request_id: str,
+        unplanned: Unplanned | None = None,
+    ) -> RequestPlan:
+        """Reads the request and finds its token ids; `unplanned` is what `plan_now` gave for it. Raises RouterError
+        (bad_json, model_not_found)."""
         if self._traces is not None and request_id != DRY_RUN:
             self._traces.begin(request_id, route, headers)
-        begun = self._begun.pop(id(body), None)
-        if begun is not None and begun[0] == request_id and begun[1].raw is body:
-            _, request, plan = begun
-            if plan is not None:
-                return await self._in_turns(plan)
+        if isinstance(unplanned, Begun):
+            if unplanned.plan is not None:
+                return await self._in_turns(unplanned.plan)
+            request = unplanned.request
         elif _is_encoded(headers):
             request = RequestBody(route, body, Fields())
         else:

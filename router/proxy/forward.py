@@ -14,7 +14,7 @@ from router.proxy.attempt import Attempt, Client, Incoming, Story, Waiter
 from router.proxy.connection import AT_ONCE_BYTES, UpstreamConnectError, UpstreamError
 from router.proxy.headers import for_worker, lines_of
 from router.proxy.pair import PairResponse, PairSender
-from router.proxy.plan import OVERLOADED, Core, Outcome, Placement
+from router.proxy.plan import OVERLOADED, Core, Outcome, Placement, Unplanned
 from router.proxy.prefill_leg import Refusal
 from router.proxy.queue import QueueOptions, Waiting, WaitQueue
 from router.proxy.upstream import UpstreamClient, UpstreamResponse
@@ -32,6 +32,7 @@ class Started(Generic[P]):
     """How far `Forwarder.start` came."""
 
     plan: P | None = None
+    unplanned: Unplanned | None = None
     attempt: Attempt | None = None
     waits: Waiting[P] | None = None
     """Its place in the line for room on a worker."""
@@ -84,7 +85,8 @@ class Forwarder(Generic[P]):
         """
         started: Started[P] = Started(incoming, client, story, self._queue)
         plan = self._core.plan_now(incoming.route, incoming.fields, incoming.body, incoming.request_id)
-        if plan is None:
+        if isinstance(plan, Unplanned):
+            started.unplanned = plan
             waiter.go_on()
             return started
         started.plan = plan
@@ -136,7 +138,9 @@ class Forwarder(Generic[P]):
         incoming = started.incoming
         plan = started.plan
         if plan is None:
-            plan = await self._core.plan(incoming.route, incoming.fields, incoming.body, incoming.request_id)
+            plan = await self._core.plan(
+                incoming.route, incoming.fields, incoming.body, incoming.request_id, started.unplanned
+            )
         attempt, response = await self._answer_of_some_worker(plan, started)
         try:
             await self._relay(attempt, response)

@@ -195,17 +195,29 @@ class RequestRecord:
 P = TypeVar("P")
 
 
+class Unplanned:
+    """A request whose plan has to be waited for; a Core may keep in its own kind of it how far it came."""
+
+
 class Core(Protocol[P]):
     """The deciding half of the router, as the proxy sees it. `P` is whatever `plan` hands to `place`."""
 
-    async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> P:
-        """Read the request: model, prompt, namespace. Holds no load. `headers` is case-insensitive.
+    async def plan(
+        self,
+        route: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        request_id: str,
+        unplanned: Unplanned | None = None,
+    ) -> P:
+        """Read the request: model, prompt, namespace. Holds no load. `headers` is case-insensitive. `unplanned`: what
+        `plan_now` gave for this very request.
 
         Raises RouterError (`bad_json`, `model_not_found`, …). Cancelled when the client leaves.
         """
 
-    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> P | None:
-        """`plan` where nothing has to be waited for; None: nothing was begun or counted, `plan` is to be awaited."""
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> P | Unplanned:
+        """`plan` where nothing has to be waited for. Unplanned: it is to be awaited, and given this to go on from."""
 
     def place(self, plan: P, tried: frozenset[str]) -> Placement:
         """Choose a worker whose `url.text` is not in `tried` and count the request as its load from now on.

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.core import LONG_PROMPT_BYTES, MAX_BEGUN, RequestPlan, RoutingCore
+from router.core import LONG_PROMPT_BYTES, RequestPlan, RoutingCore
 from router.errors import RouterError
 from router.fleet.breaker import FAULTS_TO_OPEN
 from router.fleet.rank import Rank
 from router.fleet.worker import Hold
 from router.prompt.forms import CHAT
-from router.proxy.plan import Outcome
+from router.proxy.plan import Outcome, Unplanned
 from tests.e2e.conftest import Running, Start
 from tests.e2e.test_mixed_fleet import MESSAGE, Fake, kinds
 
@@ -26,8 +26,8 @@ def core_of(router: Running) -> RoutingCore:
     return router.service.core
 
 
-def seen(plan: RequestPlan | None) -> tuple[object, ...]:
-    assert plan is not None
+def seen(plan: RequestPlan | Unplanned) -> tuple[object, ...]:
+    assert isinstance(plan, RequestPlan)
     prompt = plan.prompt
     return plan.model, plan.client_rank, plan.encoded, plan.rules, prompt.ids, prompt.tokens, prompt.source
 
@@ -63,41 +63,29 @@ async def test_several_kinds_of_engine_and_long_prompts_are_left_to_plan_which_g
     long = body_of(prompt=[7] * (LONG_PROMPT_BYTES // 4 + 1))
     for router, route, body in ((several, CHAT, body_of(messages=[MESSAGE])), (single, COMPLETIONS, long)):
         core = core_of(router)
-        assert core.plan_now(route, {}, body, "r1") is None
-        plan = await core.plan(route, {}, body, "r1")
+        unplanned = core.plan_now(route, {}, body, "r1")
+        assert isinstance(unplanned, Unplanned)
+        plan = await core.plan(route, {}, body, "r1", unplanned)
         assert plan.prompt.ids is not None
         assert len(plan.others) == (1 if router is several else 0)
         assert await router.metric("prompts_total") == 1
-        assert not core._begun
-
-
-async def test_what_was_left_is_not_taken_for_another_request(start_router: Start, fake_engine: Fake) -> None:
-    router, _ = await kinds(start_router, fake_engine, None)
-    core = core_of(router)
-    long, short = body_of(prompt=[7] * (LONG_PROMPT_BYTES // 4 + 1)), body_of(prompt=[1, 2, 3])
-    assert core.plan_now(COMPLETIONS, {}, long, "r1") is None
-    assert (await core.plan(COMPLETIONS, {}, short, "r1")).prompt_tokens == 3
-    assert (await core.plan(COMPLETIONS, {}, long, "r1")).prompt_tokens == LONG_PROMPT_BYTES // 4 + 1
 
 
 async def test_requests_that_are_begun_in_one_turn_are_counted_once_each(
     start_router: Start, fake_engine: Fake
 ) -> None:
-    """`plan` has its turn when others were begun too; of clients that leave in between, nothing piles up."""
+    """`plan` has its turn when others were begun too, even under the same request id."""
     router, _ = await kinds(start_router, fake_engine, None)
     core = core_of(router)
     fields = {"prompt": [7] * (LONG_PROMPT_BYTES // 4 + 1), "extra_key": "x"}  # cannot be credited (case 41)
     bodies = [body_of(**fields, user=str(number)) for number in range(3)]
-    for body in bodies:
-        assert core.plan_now(COMPLETIONS, {}, body, "the same id") is None
-    for body in reversed(bodies):
-        plan = await core.plan(COMPLETIONS, {}, body, "the same id")
+    begun = [core.plan_now(COMPLETIONS, {}, body, "the same id") for body in bodies]
+    for body, unplanned in zip(reversed(bodies), reversed(begun), strict=True):
+        assert isinstance(unplanned, Unplanned)
+        plan = await core.plan(COMPLETIONS, {}, body, "the same id", unplanned)
         assert plan.body.raw is body
     assert await router.metric("prompts_total") == 3
     assert await router.metric("uncredited_prompts_total") == 3
-    for number in range(2 * MAX_BEGUN):
-        core.plan_now(COMPLETIONS, {}, bodies[0] + b" " * number, "left")
-    assert len(core._begun) == MAX_BEGUN
 
 
 async def test_both_ways_refuse_alike(start_router: Start, fake_engine: Fake) -> None:
@@ -117,7 +105,7 @@ async def test_ranks_come_and_go_between_plan_and_place(start_router: Start, fak
     router, engines = await kinds(start_router, fake_engine, None, None)
     core, (one, two) = core_of(router), engines
     plan = core.plan_now(COMPLETIONS, {}, body_of(prompt=[1, 2, 3]), "r1")
-    assert plan is not None
+    assert isinstance(plan, RequestPlan)
 
     def candidates() -> list[str]:
         placement = core.place_whole(plan, NOBODY)
@@ -148,7 +136,7 @@ async def test_what_is_remembered_of_a_fleet_follows_holds_restarts_and_hashes(
 
     def decided() -> tuple[list[Rank], list[str]]:
         plan = core.plan_now(COMPLETIONS, {}, body_of(prompt=list(range(300))), "r")
-        assert plan is not None
+        assert isinstance(plan, RequestPlan)
         placement = core.place_whole(plan, NOBODY)
         placement.finish(Outcome.CLIENT_CLOSED)
         return list(placement.decision.targets), sorted({scheme.kind for scheme in plan.keys._by_scheme})

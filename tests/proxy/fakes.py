@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from router.errors import RouterError
-from router.proxy.plan import Fault, NoRoom, Origin, Outcome, RequestRecord, Usage
+from router.proxy.plan import Fault, NoRoom, Origin, Outcome, RequestRecord, Unplanned, Usage
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
 from tests.support.http import HOST, ScriptedWorker
@@ -68,15 +68,22 @@ class FakeCore:
         self.limit: int | None = None
         """Placements in flight on each worker."""
 
-    async def plan(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes:
+    async def plan(
+        self,
+        route: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        request_id: str,
+        unplanned: Unplanned | None = None,
+    ) -> bytes:
         self.planned.append((route, body))
         if self.refusal is not None:
             raise self.refusal
         return body
 
-    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes | None:
+    def plan_now(self, route: str, headers: Mapping[str, str], body: bytes, request_id: str) -> bytes | Unplanned:
         if not self.at_once:
-            return None
+            return Unplanned()
         self.planned.append((route, body))
         if self.refusal is not None:
             raise self.refusal

@@ -261,7 +261,8 @@ async def test_a_worker_that_dies_after_the_first_bytes_shows(how: str, framing:
                 await reply.begin_stream()
                 await reply.chunk(EVENT)
             if how == "reset":
-                await asyncio.sleep(0.02)  # a reset may overtake bytes that were sent just before it
+                # A reset may overtake bytes that were sent just before it.
+                await until(lambda: b.core.placements[0].first_bytes == 1, "the event has come to the router")
                 reply.reset()
             elif how == "close":
                 reply.close()
