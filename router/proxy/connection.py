@@ -11,6 +11,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from router.errors import ERRORS, RouterError
 from router.proxy.headers import AnswerFields
 from router.proxy.known_head import KnownHead
+from router.proxy.outbox import Outbox, Turn
 from router.proxy.plan import Fault, RawHeaders
 
 HEAD_LIMIT_BYTES = 64 << 10
@@ -125,11 +126,12 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        turn: Turn,
         on_idle: Callable[[Connection], None],
         on_lost: Callable[[Connection], None],
     ) -> None:
-        self._loop = loop
+        self._turn = turn
+        self._loop = turn.loop
         self._on_idle = on_idle
         self._on_lost = on_lost
         self._pieces: list[bytes] = []
@@ -137,6 +139,7 @@ class Connection(asyncio.Protocol):
         """llhttp puts the pieces there itself: a method of ours would cost more than all else for a small piece."""
         self._parser = HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
         self._drained: asyncio.Future[None] | None = None
         self._write_paused = False
         self._read_paused = False
@@ -171,14 +174,16 @@ class Connection(asyncio.Protocol):
 
     def ask(self, head: bytes, body: bytes, owner: Owner) -> None:
         """Send one request (no HEAD) of at most AT_ONCE_BYTES. Must be `open`; `owner` is told what comes of it."""
-        assert self._transport is not None
+        outbox = self._outbox
+        assert outbox is not None
         self._begin()
         self.busy = True
         self._owner = owner
         self.last_activity = self._loop.time()
         if len(body) <= _COPIED_BYTES:
-            self._transport.write(head + body)
+            outbox.write(head + body)
         else:
+            assert self._transport is not None
             self._transport.writelines((head, body))
         self._sent_all = True
 
@@ -204,6 +209,8 @@ class Connection(asyncio.Protocol):
         else:
             self.ask(head, b"", waiting)
             self._sent_all = False
+            if self._outbox is not None:
+                self._outbox.flush()
             self._sent_all = await self._send_large(memoryview(body), waiting.done)
         await waiting.done
 
@@ -305,6 +312,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(self._turn, self._transport)
         self.last_activity = self._loop.time()
 
     def data_received(self, data: bytes) -> None:

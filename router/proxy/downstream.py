@@ -13,6 +13,7 @@ import msgspec
 from router.errors import RouterError
 from router.proxy.attempt import Story, Throttled
 from router.proxy.headers import lines_of
+from router.proxy.outbox import Outbox, Turn
 from router.proxy.plan import RawHeaders
 from router.proxy.request import Request, RequestParser
 
@@ -41,7 +42,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        turn: Turn,
         parser: RequestParser,
         serve: Callable[[ClientConnection, Request], None],
         on_made: Callable[[ClientConnection], bool],
@@ -49,12 +50,14 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """`serve` begins to answer one request: it sets `exchange`, and `answered` is called, perhaps before it
         returns. `on_made` is asked when the socket is accepted; False closes it at once."""
-        self._loop = loop
+        self._turn = turn
+        self._loop = turn.loop
         self._parser = parser
         self._serve = serve
         self._on_made = on_made
         self._on_lost = on_lost
         self.transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
         self.exchange: Exchange | None = None
         self._request: Request | None = None
         """The one that is being answered."""
@@ -76,6 +79,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(self._turn, self.transport)
         self._waiting_since = self._loop.time()
         if not self._on_made(self):
             self.transport.abort()
@@ -109,8 +113,11 @@ class ClientConnection(asyncio.Protocol):
             self.awaits_body = False
             exchange.body_came()
 
+    def eof_received(self) -> None:
+        self.flush()  # the transport closes itself next
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
+        self.transport = self._outbox = None
         if self.exchange is not None:
             self.exchange.left()
         while self._parser.arrived:
@@ -196,8 +203,19 @@ class ClientConnection(asyncio.Protocol):
         if request.failure is not None:
             self.end()
 
+    def send(self, data: bytes) -> None:
+        """Some of an answer; nothing when the client has gone."""
+        if self._outbox is not None:
+            self._outbox.write(data)
+
+    def flush(self) -> None:
+        """What was written is to go out before anything else happens to the connection."""
+        if self._outbox is not None:
+            self._outbox.flush()
+
     def end(self) -> None:
         """No further request: what was written still goes out, and the client has time to read it."""
+        self.flush()
         transport = self.transport
         if transport is None or self._ending_since is not None or transport.is_closing():
             return
@@ -209,6 +227,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Between two requests: the connection is not needed any more."""
+        self.flush()
         if self.transport is not None:
             self.transport.close()
 
@@ -241,7 +260,7 @@ class ClientConnection(asyncio.Protocol):
     @property
     def unsent_bytes(self) -> int:
         """Of answers, that the client has not taken; what the kernel holds does not count."""
-        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+        return self._outbox.unsent_bytes if self._outbox is not None else 0
 
 
 class Answer(Story):
@@ -307,10 +326,8 @@ class Answer(Story):
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._pending or self._head_only:
             self._send(data)
-            return
-        transport = self.connection.transport
-        if transport is not None and not transport.is_closing():
-            transport.write(data)
+        else:
+            self.connection.send(data)
 
     def end(self, data: bytes) -> None:
         if self._chunked:
@@ -322,14 +339,13 @@ class Answer(Story):
             data, self._pending = (self._pending if self._head_only else self._pending + data), b""
         elif self._head_only:
             return
-        transport = self.connection.transport
-        if data and transport is not None and not transport.is_closing():
-            transport.write(data)
+        self.connection.send(data)
 
     def abort(self) -> None:
         """The end without the body's end: what was sent is still delivered, so that the client gets all there was."""
         self.keep = False
         self.flush()
+        self.connection.flush()
         transport = self.connection.transport
         if transport is None:
             return

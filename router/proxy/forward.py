@@ -21,6 +21,8 @@ from router.proxy.upstream import UpstreamClient, UpstreamResponse
 
 MAX_CONNECT_TRIES: Final = 3
 LARGE_BODY_BYTES: Final = 512 << 10
+_LONG_BODY_BYTES: Final = 8 << 10
+"""Planning a longer one takes longer than is saved by sending together with others."""
 
 _NOT_TRIED: frozenset[str] = frozenset()
 
@@ -84,6 +86,8 @@ class Forwarder(Generic[P]):
         when no worker can have it; `story` is up to date then.
         """
         started: Started[P] = Started(incoming, client, story, self._queue)
+        if len(incoming.body) > _LONG_BODY_BYTES:
+            self._upstream.turn.flush()
         plan = self._core.plan_now(incoming.route, incoming.fields, incoming.body, incoming.request_id)
         if isinstance(plan, Unplanned):
             started.unplanned = plan

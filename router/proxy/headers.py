@@ -72,7 +72,7 @@ def request_id(given: Sequence[str]) -> str:
     """The client's X-Request-Id when it is exactly one, of at most 128 printable characters; else a fresh one."""
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return given[0]
-    return f"{random.getrandbits(128):032x}"  # must be unique, need not be secret
+    return random.randbytes(16).hex()  # must be unique, need not be secret
 
 
 def named_by_connection(fields: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:

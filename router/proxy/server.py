@@ -85,6 +85,7 @@ class PublicListener(Generic[P]):
         self._core = core
         self._options = options
         self._loop = asyncio.get_running_loop()
+        self._turn = upstream.turn
         self._forwarder: Forwarder[P] | None = None
         if carrier is None:
             carrier = self._forwarder = Forwarder(core, upstream, options.queue, clock=self._loop.time)
@@ -181,7 +182,7 @@ class PublicListener(Generic[P]):
 
     def _accept(self) -> ClientConnection:
         parser = RequestParser(self._options.max_body_bytes, self.bodies)
-        return ClientConnection(self._loop, parser, self._begin, self._made, self._lost)
+        return ClientConnection(self._turn, parser, self._begin, self._made, self._lost)
 
     def _made(self, connection: ClientConnection) -> bool:
         self._connections.add(connection)
@@ -257,8 +258,8 @@ class PublicListener(Generic[P]):
             self._forward(exchange, request)
             return
         connection = exchange.connection
-        if expect is not None and not request.body_begun and connection.transport is not None:
-            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if expect is not None and not request.body_begun:
+            connection.send(b"HTTP/1.1 100 Continue\r\n\r\n")
         exchange.deadline = self._loop.call_later(self._options.body_s, self._body_is_late, exchange)
         connection.awaits_body = True
 

@@ -24,6 +24,7 @@ from router.proxy.connection import (
     UpstreamTimeout,
 )
 from router.proxy.headers import lines_of
+from router.proxy.outbox import Turn
 from router.proxy.plan import Origin, RawHeaders
 
 
@@ -85,6 +86,7 @@ class UpstreamClient:
         self._limits = limits or UpstreamLimits()
         self._tls = tls
         self._loop = asyncio.get_running_loop()
+        self.turn = Turn(self._loop)
         self._idle: dict[str, deque[tuple[Connection, float]]] = {}
         self._all: set[Connection] = set()
         self._emptied: asyncio.Future[None] | None = None
@@ -202,7 +204,7 @@ class UpstreamClient:
         try:
             async with asyncio.timeout(self._limits.connect_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: Connection(self._loop, on_idle, on_lost), origin.host, origin.port, ssl=context
+                    lambda: Connection(self.turn, on_idle, on_lost), origin.host, origin.port, ssl=context
                 )
         except TimeoutError as error:
             text = f"no connection to {origin.text} within {self._limits.connect_s} s"

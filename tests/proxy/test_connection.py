@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from router.proxy.connection import Connection, UpstreamError, UpstreamProtocolError, UpstreamReset
 from router.proxy.headers import AnswerFields
+from router.proxy.outbox import Turn
 from tests.proxy.recorded import RECORDINGS
 
 
@@ -54,7 +55,7 @@ class Body:
 async def feed(pieces: list[bytes], *, then_eof: bool = True, no_body: bool = False) -> tuple[Connection, Body, bool]:
     """(connection, body, reusable) after `pieces`. Raises what the exchange raises."""
     idle: list[Connection] = []
-    connection = Connection(asyncio.get_running_loop(), idle.append, lambda _: None)
+    connection = Connection(Turn(asyncio.get_running_loop()), idle.append, lambda _: None)
     pipe = Pipe(connection)
     connection.connection_made(pipe)
     body = Body()
@@ -257,8 +258,8 @@ def test_a_head_that_was_seen_before_means_what_it_means_to_the_parser(answers: 
     """Heads that repeat are not parsed again; nothing may tell."""
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        knows, parses = (Connection(loop, lambda _: None, lambda _: None) for _ in range(2))
+        turn = Turn(asyncio.get_running_loop())
+        knows, parses = (Connection(turn, lambda _: None, lambda _: None) for _ in range(2))
         parses._to_know = 0
         for connection in (knows, parses):
             connection.connection_made(Pipe(connection))
@@ -274,7 +275,7 @@ def test_a_head_that_was_seen_before_means_what_it_means_to_the_parser(answers: 
 
 def test_the_second_answer_with_a_head_is_not_parsed_and_has_its_own_length() -> None:
     async def run() -> None:
-        connection = Connection(asyncio.get_running_loop(), lambda _: None, lambda _: None)
+        connection = Connection(Turn(asyncio.get_running_loop()), lambda _: None, lambda _: None)
         connection.connection_made(Pipe(connection))
         await told(connection, [ANSWERS[1] % 2 + b"ab"])
         connection._parser = None  # type: ignore[assignment]

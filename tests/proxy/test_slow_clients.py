@@ -6,6 +6,7 @@ import asyncio
 from typing import cast
 
 from router.proxy.downstream import ClientConnection
+from router.proxy.outbox import Turn
 from router.proxy.request import BodyBudget, Request, RequestParser
 from router.proxy.server import ListenerOptions
 from tests.proxy.fakes import bench
@@ -95,7 +96,7 @@ async def test_the_end_of_an_answer_waits_for_a_client_that_reads_slowly() -> No
     for unsent, cut in ((1000, False), (0, True)):
         transport = Unsent(unsent)
         parser = RequestParser(1000, BodyBudget(1000))
-        connection = ClientConnection(loop, parser, serve, lambda made: True, lambda lost: None)
+        connection = ClientConnection(Turn(loop), parser, serve, lambda made: True, lambda lost: None)
         connection.connection_made(cast(asyncio.Transport, transport))
         connection.end()
         now = loop.time()
