@@ -150,6 +150,11 @@ def chain_root(scheme: Scheme, namespace: Namespace = NO_NAMESPACE) -> bytes | N
     return _sglang_root(namespace.cache_salt)
 
 
+def digest_bytes(scheme: Scheme) -> int:
+    """The length of one of `chain_digests`."""
+    return 8 if scheme.kind == "xxh3" else 32
+
+
 def chain_digests(scheme: Scheme, state: bytes, units: bytes) -> list[bytes]:
     """One digest for each full block of `units`; each is the state to continue the chain from behind its block."""
     if scheme.kind == "xxh3":
@@ -159,7 +164,7 @@ def chain_digests(scheme: Scheme, state: bytes, units: bytes) -> list[bytes]:
 
 def digest_keys(scheme: Scheme, digests: list[bytes]) -> list[int]:
     """The block keys of `chain_digests`."""
-    return _keys(digests, 1 if scheme.kind == "xxh3" else 4)
+    return _keys(digests, digest_bytes(scheme) // 8)
 
 
 def _keys(digests: list[bytes], words: int) -> list[int]:

@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from router.hashing import TokenIds, pack_ids
 
 MAX_PIECES = 4096  # of one prompt; text behind the last cut is one piece
-LONG_PIECE_CHARS = 4096  # a longer piece is cut between two words
+LONG_PIECE_CHARS = 2048  # a longer piece is cut between two words
 MIN_PIECE_CHARS = 256  # a shorter piece is not worth its place: it stays with the next one
 STRETCH_CHARS = 65_536
 SPARSE_CHARS = 128
@@ -61,13 +61,14 @@ class Boundaries:
         self.soft_faults = 0
 
     def cut(
-        self, text: str, begin: int = 0, softly: bool = False, before: int = 0
+        self, text: str, begin: int = 0, softly: bool = False, before: int = 0, *, one: bool = False
     ) -> tuple[list[str], list[list[TokenIds]]]:
         """(pieces, the hard tokens' ids in each, in order). Every piece but perhaps the first begins with one of them,
         or between two words: then its first mark is SOFT. Where a text is cut depends only on what is before the cut
         and on the next characters: two, or the hard token.
 
-        `begin`: where the text is known to be cut, `softly` or at a hard token, behind `before` pieces: the others.
+        `begin`: where the text is known to be cut, `softly` or at a hard token, behind `before` pieces: the others, or
+        with `one` those up to the next cut at a hard token.
         """
         starts: list[int] = [begin]
         marks: list[list[TokenIds]] = [[SOFT] if softly else []]
@@ -79,12 +80,15 @@ class Boundaries:
                 next_cut = max(next_cut, starts[-1] + MIN_PIECE_CHARS)
             if start >= next_cut and len(starts) < most:
                 starts.append(start)
+                if one:
+                    break
                 marks.append([mark])
                 next_cut = start + MIN_PIECE_CHARS
             else:
                 marks[-1].append(mark)
-        self._cut_softly(text, len(text), starts, marks, most)
-        starts.append(len(text))
+        else:
+            self._cut_softly(text, len(text), starts, marks, most)
+            starts.append(len(text))
         return [text[start:end] for start, end in pairwise(starts)], marks
 
     def _cut_softly(self, text: str, end: int, starts: list[int], marks: list[list[TokenIds]], most: int) -> None:

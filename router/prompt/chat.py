@@ -20,7 +20,6 @@ from router.prompt.verify import Features
 _ROLES = frozenset({"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"})
 _TOOL_BEARERS = ("root", "system", "developer")  # whose message may carry tools of its own
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
-NO_KWARGS: Mapping[str, Any] = {}
 MEDIA_PARTS = frozenset(
     {"image_url", "video_url", "audio_url", "input_audio", "input_image", "image", "video", "audio"}
 )
@@ -81,27 +80,22 @@ def render_chat(
 
 def render_usual(sent: list[Any], template: ChatTemplate, defaults: Mapping[str, Any]) -> Rendered:
     """As `render_chat` for a body of messages only, which most are, if these are no more than texts too."""
-    messages = _texts(sent)
-    if not messages or defaults:
-        return render_chat(NO_FIELDS, template, defaults, sent=sent)
-    last = messages[-1]
-    if last["role"] != "assistant":
-        return Rendered(template.render(messages, None, NO_KWARGS), "", NO_FEATURES)
-    messages[-1] = {"role": "user", "content": last["content"]}  # as _settle_last
-    return Rendered(template.render(messages, None, NO_KWARGS), "", TRAILING_ASSISTANT)
-
-
-def _texts(sent: list[Any]) -> list[dict[str, Any]] | None:
-    """What `_message` makes of messages that are a role and a text each; None when one is not."""
-    made: list[dict[str, Any]] = []
+    roles: list[str] = []
+    contents: list[str] = []
     for message in sent:
         if type(message) is not dict or len(message) != 2:
-            return None
+            break
         role, content = message.get("role"), message.get("content")
         if type(content) is not str or not (role == "user" or role == "assistant" or role == "system"):
-            return None
-        made.append({"role": role, "content": content})
-    return made
+            break
+        roles.append(role)
+        contents.append(content)
+    if not roles or len(roles) != len(sent) or defaults:
+        return render_chat(NO_FIELDS, template, defaults, sent=sent)
+    if roles[-1] != "assistant":
+        return Rendered(template.render_texts(roles, contents))
+    roles[-1] = "user"  # as _settle_last
+    return Rendered(template.render_texts(roles, contents), "", TRAILING_ASSISTANT)
 
 
 @functools.lru_cache(maxsize=64)

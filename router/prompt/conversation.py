@@ -27,6 +27,7 @@ from router.hashing import (
     block_units,
     chain_digests,
     chain_root,
+    digest_bytes,
     digest_keys,
     full_blocks,
     token_count,
@@ -35,15 +36,13 @@ from router.prompt.boundaries import BETWEEN_WORDS, SOFT, Boundaries, Encode, nu
 
 SOFT_FAULTS = 4  # cuts between words that changed ids, after which none are made any more
 PIECES_AT_ONCE = 1024  # whose block keys are kept between two yields
-_PIECE_BYTES = 620  # what a piece costs beside its text and ids, measured: two dict entries, four objects
-_CHAIN_BYTES = 360
+_PIECE_BYTES = 560  # what a piece costs beside its text and ids, measured: two dict entries, three objects
+_CHAIN_BYTES = 240
 _OVERLAP_CHARS = 128
-_TRAIL_CHARS = 64
-_TRAIL_PIECES = 64
-_MAX_TRAILS = 256
+_BEGUN_CHARS = 64
+_MAX_BEGUN = 1024
 
 _Key = tuple[int, int]
-_ChainKey = tuple[Scheme, Namespace]
 
 
 class SoftCut(Exception):
@@ -54,8 +53,8 @@ class _Piece:
     """One piece behind the pieces before it: `text`, and the texts behind it between words that are not cut yet.
     `key` is the number of the piece before and `text`'s digest; `tokens_end` counts from the start of the prompt.
 
-    `softly`: it begins between two words. `overlap`: its last words, and their ids, once they were asked for. Never
-    changed but for `chains`, `in_tree`, `overlap` and `bytes`: a prompt on its way through the tree may hold it.
+    `softly`: it begins between two words. `overlap`: its last words, and their ids, once they were asked for. A prompt
+    on its way through the tree may hold it: only `chains`, `in_tree`, `next`, `overlap` and `bytes` are ever changed.
     """
 
     __slots__ = (
@@ -64,6 +63,7 @@ class _Piece:
         "ids",
         "in_tree",
         "key",
+        "next",
         "number",
         "overlap",
         "rest",
@@ -73,7 +73,7 @@ class _Piece:
     )
 
     def __init__(
-        self, number: int, key: _Key, softly: bool, text: str, rest: list[str], ids: TokenIds, tokens_end: int
+        self, number: int, key: _Key, softly: bool, text: str, rest: tuple[str, ...], ids: TokenIds, tokens_end: int
     ) -> None:
         self.number = number
         self.key = key
@@ -82,9 +82,12 @@ class _Piece:
         self.rest = rest
         self.ids = ids
         self.tokens_end = tokens_end
-        self.chains: dict[_ChainKey, tuple[array[int], bytes]] = {}
-        """Per scheme and namespace: keys of the blocks that end inside this piece, and the chain's state at its end."""
+        self.chains: dict[bytes, bytes] = {}
+        """Per scheme and root: keys of the blocks that end inside this piece, and the chain's state at its end. Bytes,
+        and `rest` a tuple, since there are many pieces: the search for cycles passes over these."""
         self.in_tree = False
+        self.next: _Key | None = None
+        """What the last prompt that went this way had behind it, perhaps dropped since."""
         self.bytes = _PIECE_BYTES + len(ids) + sys.getsizeof(text)
         for part in rest:
             self.bytes += sys.getsizeof(part)
@@ -110,15 +113,17 @@ class CachedPrompt:
         if state is None:
             yield None
             return
-        key = (scheme, namespace)
+        key = f"{scheme.kind} {scheme.width} {scheme.bigram} ".encode() + state  # of all that a chain depends on
+        state_bytes = digest_bytes(scheme)
         keys = array("q")
         known = 0
         for piece in self._pieces:
             chain = piece.chains.get(key)
             if chain is None:
                 break
-            keys.extend(chain[0])
-            state = chain[1]
+            if chain:
+                keys.frombytes(chain[:-state_bytes])
+                state = chain[-state_bytes:]
             known += 1
         start, end = len(keys), full_blocks(scheme, token_count(self._ids))
         last = state
@@ -141,7 +146,7 @@ class CachedPrompt:
                 if blocks > done:
                     state = digests[blocks - 1]
                 if key not in piece.chains:  # it may stand behind one that was cut in two
-                    self._cache.keep_keys(piece, key, fresh[done:blocks], state)
+                    self._cache.keep_chain(piece, key, fresh[done:blocks].tobytes() + state)
                 done = blocks
         keys.extend(fresh)
         yield keys.tolist()
@@ -154,8 +159,8 @@ class ConversationCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._pieces: OrderedDict[_Key, _Piece] = OrderedDict()
-        self._trails: OrderedDict[tuple[int, str], list[_Key]] = OrderedDict()
-        """For the beginning of a prompt, the way that the last one took which began so."""
+        self._begun: OrderedDict[tuple[int, str], _Key] = OrderedDict()
+        """For the beginning of a prompt, the first piece of the last one that began so."""
         self._lock = threading.Lock()
         self.bytes = 0
         self.refused = 0
@@ -166,15 +171,31 @@ class ConversationCache:
 
     def encode(self, text: str, boundaries: Boundaries, encode: Encode) -> tuple[TokenIds, CachedPrompt | None]:
         """`encode(text, False)`, with only the new end of the text tokenised. Raises what `encode` raises."""
-        begun = (boundaries.root, text[:_TRAIL_CHARS])
-        with self._lock:
-            found, at, softly, before = self._follow(begun, text, boundaries)
-        texts, marks = boundaries.cut(text, at, softly, before)
+        begun = (boundaries.root, text[:_BEGUN_CHARS])
+        found: list[_Piece] = []
+        at, softly, before = 0, False, 0
         try:
-            known = self._known(boundaries.root, found, texts, encode)
-            head = b"".join([piece.ids for piece in found])
+            while True:
+                with self._lock:
+                    at, softly, before = self._follow(begun, text, boundaries, found, at, softly, before)
+                texts, marks = boundaries.cut(text, at, softly, before, one=True)
+                known = self._known(boundaries.root, found, texts, encode)
+                for part in texts:
+                    at += len(part)
+                before += len(texts)
+                if known < len(texts) or at == len(text):
+                    break
+                softly = False
+            reused = found[-1].tokens_end if found else 0
             if known == len(texts):
-                return head, CachedPrompt(self, found, head, len(head) // 4)
+                with self._lock:
+                    self._used(begun, found)
+                ids = b"".join([piece.ids for piece in found])
+                return ids, CachedPrompt(self, found, ids, reused)
+            if at < len(text):
+                others, their_marks = boundaries.cut(text, at, False, before)
+                texts += others
+                marks += their_marks
             tail = self._tail(found, texts, marks, known, encode)
         except SoftCut:
             boundaries.soft_faults += 1
@@ -185,9 +206,9 @@ class ConversationCache:
         if starts is None or starts[0]:
             return self._refuse(text, encode)
         starts.append(len(tail))
+        ids = b"".join([*[piece.ids for piece in found], tail])
         with self._lock:
-            parent = found[-1].number if found else boundaries.root
-            tokens = len(head) // 4
+            parent, tokens = found[-1].number if found else boundaries.root, reused
             for index, group in enumerate(new_texts):
                 piece_ids = tail[starts[index] : starts[index + 1]]
                 tokens += len(piece_ids) // 4
@@ -196,48 +217,46 @@ class ConversationCache:
                 piece = self._add(parent, softly, group, piece_ids, tokens, kept)
                 found.append(piece)
                 parent = piece.number
-            self._touch(found)
-            self._leave(begun, found)
+            self._used(begun, found)
             self._evict()
-        ids = head + tail
-        return ids, CachedPrompt(self, found, ids, len(head) // 4)
+        return ids, CachedPrompt(self, found, ids, reused)
 
     def _refuse(self, text: str, encode: Encode) -> tuple[TokenIds, None]:
         with self._lock:
             self.refused += 1
         return encode(text, False), None
 
-    def _follow(self, begun: tuple[int, str], text: str, boundaries: Boundaries) -> tuple[list[_Piece], int, bool, int]:
-        """Pieces that `text` begins with, as the last prompt that began so: known without looking for cuts in them.
-        (pieces, where they end, whether between two words, how many texts they are.)
+    def _follow(
+        self,
+        begun: tuple[int, str],
+        text: str,
+        boundaries: Boundaries,
+        found: list[_Piece],
+        at: int,
+        softly: bool,
+        before: int,
+    ) -> tuple[int, bool, int]:
+        """Adds the pieces with which `text`, known to be cut at `at` behind `found`, goes on as the last prompt did:
+        known without looking for cuts in them. (where they end, whether between two words, how many texts they are.)
 
         That the text is cut behind a piece is only certain where the next one goes on as it did, and, between words,
         while such cuts are made.
         """
-        found: list[_Piece] = []
-        longest = boundaries.longest
-        at, softly, before = 0, False, 0
-        trail = self._trails.get(begun)
-        piece = self._pieces.get(trail[0]) if trail else None
-        for key in trail[1:] if trail else ():
-            behind = self._pieces.get(key)
-            if piece is None or behind is None or behind.key[0] != piece.number or len(behind.text) < longest + 2:
+        longest, pieces = boundaries.longest, self._pieces
+        key = found[-1].next if found else self._begun.get(begun)
+        piece = pieces.get(key) if key is not None else None
+        end = _end_of(piece, text, at) if piece is not None else -1
+        while piece is not None and end >= 0:
+            behind = pieces.get(piece.next) if piece.next is not None else None
+            if behind is None or len(behind.text) < longest + 2 or (behind.softly and not boundaries.between_words):
                 break
-            if behind.softly and not boundaries.between_words:
-                break
-            end = _end_of(piece, text, at)
-            if end < 0 or not text.startswith(behind.text[: longest + 2], end):
+            behind_end = _end_of(behind, text, end)
+            if behind_end < 0 and not text.startswith(behind.text[: longest + 2], end):
                 break
             found.append(piece)
             at, softly, before = end, behind.softly, before + 1 + len(piece.rest)
-            piece = behind
-        return found, at, softly, before
-
-    def _leave(self, begun: tuple[int, str], found: list[_Piece]) -> None:
-        self._trails[begun] = [piece.key for piece in found[:_TRAIL_PIECES]]
-        self._trails.move_to_end(begun)
-        if len(self._trails) > _MAX_TRAILS:
-            self._trails.popitem(last=False)
+            piece, end = behind, behind_end
+        return at, softly, before
 
     def _known(self, root: int, found: list[_Piece], texts: list[str], encode: Encode) -> int:
         """Adds the pieces that come next in this prompt to `found`; how many of its texts they are. Cuts one of which
@@ -247,8 +266,6 @@ class ConversationCache:
             with self._lock:
                 known, shared = self._walk(root, found, texts)
                 if not shared:
-                    if known == len(texts):
-                        self._touch(found)
                     return known
             partly = found[-1]
             del found[followed:]
@@ -305,7 +322,7 @@ class ConversationCache:
             at += 1
             rest = piece.rest
             if rest:
-                if texts[at : at + len(rest)] != rest:
+                if tuple(texts[at : at + len(rest)]) != rest:
                     return at - 1, _shared(piece, texts, at)
                 at += len(rest)
             parent = piece.number
@@ -313,11 +330,12 @@ class ConversationCache:
 
     def _add(self, parent: int, softly: bool, texts: list[str], ids: TokenIds, tokens_end: int, kept: bool) -> _Piece:
         """`kept`: the piece it hangs on is in the tree."""
-        key = (parent, _digest(texts[0]))
+        text, rest = texts[0], tuple(texts[1:])
+        key = (parent, _digest(text))
         there = self._pieces.get(key)
-        if there is not None and there.text == texts[0] and there.rest == texts[1:]:  # another thread was faster
+        if there is not None and there.text == text and there.rest == rest:  # another thread was faster
             return there
-        piece = _Piece(next(numbers), key, softly, texts[0], texts[1:], ids, tokens_end)
+        piece = _Piece(next(numbers), key, softly, text, rest, ids, tokens_end)
         if kept and there is None:  # else two texts of one digest: the first one stays
             self._insert(piece)
         return piece
@@ -327,11 +345,20 @@ class ConversationCache:
         piece.in_tree = True
         self.bytes += piece.bytes
 
-    def _touch(self, found: list[_Piece]) -> None:
+    def _used(self, begun: tuple[int, str], found: list[_Piece]) -> None:
         """Leaves become the oldest of their conversation, so that nothing outlives what it hangs on."""
+        behind: _Key | None = None
         for piece in reversed(found):
             if piece.in_tree:
                 self._pieces.move_to_end(piece.key)
+            if behind is not None:
+                piece.next = behind
+            behind = piece.key
+        assert behind is not None
+        self._begun[begun] = behind
+        self._begun.move_to_end(begun)
+        if len(self._begun) > _MAX_BEGUN:
+            self._begun.popitem(last=False)
 
     def _drop(self, piece: _Piece) -> None:
         if piece.in_tree:
@@ -341,8 +368,8 @@ class ConversationCache:
     def _left(self, piece: _Piece) -> None:
         piece.in_tree = False
         self.bytes -= piece.bytes
-        for keys, _ in piece.chains.values():
-            self.bytes -= _CHAIN_BYTES + 8 * len(keys)
+        for chain in piece.chains.values():
+            self.bytes -= _CHAIN_BYTES + len(chain)
 
     def _split(self, piece: _Piece, ends: list[int]) -> None:
         """Put parts whose ids end at `ends`, in bytes, in the place of `piece`, and what is left of it behind them,
@@ -357,22 +384,22 @@ class ConversationCache:
         for text, end in zip(texts, ends, strict=False):
             key = (parent, _digest(text))
             softly = True if parts else piece.softly
-            part = _Piece(next(numbers), key, softly, text, [], piece.ids[start:end], first_token + end // 4)
+            part = _Piece(next(numbers), key, softly, text, (), piece.ids[start:end], first_token + end // 4)
             parts.append(part)
             parent, start = part.number, end
         left = texts[len(ends) :]
         key = (parent, _digest(left[0]))
-        self._insert(_Piece(piece.number, key, True, left[0], left[1:], piece.ids[start:], piece.tokens_end))
+        self._insert(_Piece(piece.number, key, True, left[0], tuple(left[1:]), piece.ids[start:], piece.tokens_end))
         for part in reversed(parts):
             self._insert(part)
 
-    def keep_keys(self, piece: _Piece, key: _ChainKey, keys: array[int], state: bytes) -> None:
+    def keep_chain(self, piece: _Piece, key: bytes, chain: bytes) -> None:
         """Kept and counted at once: another thread may drop the piece at any time."""
         with self._lock:
             if key not in piece.chains:
-                piece.chains[key] = (keys, state)
+                piece.chains[key] = chain
                 if piece.in_tree:
-                    self.bytes += _CHAIN_BYTES + 8 * len(keys)
+                    self.bytes += _CHAIN_BYTES + len(chain)
 
     def _evict(self) -> None:
         while self.bytes > self._max_bytes and self._pieces:

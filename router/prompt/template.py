@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from types import BuiltinMethodType
 from typing import Any
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from router.prompt.content_format import sglang_format, vllm_format
+from router.prompt.outline import Outlines
 
 # Named parameters of the engines' own call: as chat_template_kwargs they fail there, or never reach the template.
 _RESERVED = frozenset(
@@ -26,6 +28,10 @@ _RESERVED = frozenset(
         *("padding", "truncation", "max_length"),
     }
 )
+
+
+MAX_OUTLINES = 512  # orders of roles: each turn of a conversation is one
+MAX_OUTLINED = 128  # messages
 
 
 class TemplateFailure(Exception):
@@ -112,6 +118,9 @@ class ChatTemplate:
         self.source = source
         self.sglang_format = sglang_format(source, tree)
         self.vllm_format = vllm_format(tree)
+        values = {**self._values, "tools": None, "add_generation_prompt": True}
+        outlines = Outlines(environment, source, values, lambda messages: self.render(messages, None, {}))
+        self._outline = functools.lru_cache(MAX_OUTLINES)(outlines.find)
 
     def render(
         self,
@@ -137,3 +146,11 @@ class ChatTemplate:
         except Exception as error:
             # A template is a program: TypeError, KeyError, ZeroDivisionError, RecursionError … are all its refusals.
             raise TemplateFailure(f"{type(error).__name__}: {error}") from error
+
+    def render_texts(self, roles: Sequence[str], contents: Sequence[str]) -> str:
+        """As `render` for messages of a role and a text each, without tools or kwargs."""
+        outline = self._outline(tuple(roles)) if len(roles) <= MAX_OUTLINED else None
+        if outline is not None:
+            return outline.fill(contents)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
+        return self.render(messages, None, {})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.hashing import Namespace, Scheme, TokenIds, pack_ids, prompt_keys
 from router.prompt.boundaries import LONG_PIECE_CHARS, Boundaries, HardToken, find_boundaries
-from router.prompt.conversation import _CHAIN_BYTES, SOFT_FAULTS, ConversationCache
+from router.prompt.conversation import _CHAIN_BYTES, _PIECE_BYTES, SOFT_FAULTS, ConversationCache
 from tests.prompt.support import tiny
 
 SCHEME = Scheme("sglang-sha256", 16)
@@ -154,7 +154,7 @@ def test_a_piece_that_is_cut_keeps_what_hangs_on_it_and_costs_what_it_is() -> No
         assert reused >= least * len(ids) / 4
     held = list(cache._pieces.values())
     assert all(piece.in_tree and cache._pieces[piece.key] is piece for piece in held)
-    grown = sum(_CHAIN_BYTES + 8 * len(made) for piece in held for made, _ in piece.chains.values())
+    grown = sum(_CHAIN_BYTES + len(chain) for piece in held for chain in piece.chains.values())
     assert cache.bytes == sum(piece.bytes for piece in held) + grown
 
 
@@ -168,7 +168,7 @@ def test_the_words_kept_for_the_next_splice_are_counted() -> None:
     assert kept
     held = list(cache._pieces.values())
     bare = sum(len(piece.ids) + sum(map(sys.getsizeof, (piece.text, *piece.rest))) for piece in held)
-    assert cache.bytes >= bare + 620 * len(held) + sum(len(text) + len(ids) for text, ids in kept)
+    assert cache.bytes >= bare + _PIECE_BYTES * len(held) + sum(len(text) + len(ids) for text, ids in kept)
 
 
 def test_after_cuts_between_words_were_given_up_no_earlier_one_is_relied_on() -> None:

@@ -80,4 +80,7 @@ def test_what_is_behind_a_known_cut_is_cut_as_in_the_whole(text: str) -> None:
     for before, (piece, own) in enumerate(zip(pieces, marks, strict=True)):
         softly = own[:1] == [SOFT]
         assert boundaries.cut(text, begin, softly, before) == (pieces[before:], marks[before:])
+        hard = [at for at in range(before + 1, len(pieces)) if marks[at][:1] != [SOFT]]
+        end = hard[0] if hard else len(pieces)
+        assert boundaries.cut(text, begin, softly, before, one=True) == (pieces[before:end], marks[before:end])
         begin += len(piece)

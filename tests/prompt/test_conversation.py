@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -119,6 +120,32 @@ def test_conversations_share_their_beginning_and_only_that() -> None:
         text = system + turn("user", f"{name} asks " * 40) + f"{START}assistant\n"
         assert cache.encode(text, boundaries(), encoder)[0] == plain(text)
     assert encoder.chars < 3 * len(system)
+
+
+@interpreted
+def test_conversations_that_take_turns_behind_one_system_prompt_are_cut_where_they_are_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was said before is found by comparing it, at a parting of ways too; the message behind one is looked for."""
+    looked_at = 0
+    cut = Boundaries.cut
+
+    def counted(*args: Any, **kwargs: Any) -> tuple[list[str], list[list[TokenIds]]]:
+        nonlocal looked_at
+        found = cut(*args, **kwargs)
+        looked_at += sum(map(len, found[0]))
+        return found
+
+    monkeypatch.setattr(Boundaries, "cut", counted)
+    cache = ConversationCache(8 << 20)
+    talks = [turn("system", "Be kind. " * 400) + turn("user", f"I am {name}. " * 30) for name in range(5)]
+    for number in range(12):
+        for name in range(5):
+            talks[name] += turn("assistant", f"{number} {name} yes. " * 60) + turn("user", f"{number} {name} no. " * 60)
+            looked_at = 0
+            assert encode(cache, talks[name]) == plain(talks[name])
+            if number:
+                assert looked_at < 4000
 
 
 def test_memory_stays_within_the_bound_and_leaves_go_first() -> None:
