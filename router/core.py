@@ -57,16 +57,6 @@ LONG_PROMPT_BYTES: Final = 4 * 16_384
 """Ids of a longer prompt are hashed in slices, so that a million tokens do not hold up everybody else."""
 
 
-class Decided:
-    """A decision over whole and prefill ranks; of a prefill rank, with the decode rank it is paired with."""
-
-    __slots__ = ("decision", "decode")
-
-    def __init__(self, decision: Decision[Rank], decode: DecodeChoice[Rank] | None) -> None:
-        self.decision = decision
-        self.decode = decode
-
-
 class Known:
     """What of a model is the same until its pools change."""
 
@@ -245,8 +235,7 @@ class RoutingCore:
         feedback.learn(plan.keys)
         for other in plan.others:
             feedback.learn(other.keys)
-        decided = self._decide(plan, tried, now_s, pools, limited=True)
-        decision = decided.decision
+        decision, choice = self._decide(plan, tried, now_s, pools, limited=True)
         rank, credit = decision.targets[decision.position], decision.credits[decision.position]
         worker = rank.worker
         if plan.others:
@@ -266,7 +255,7 @@ class RoutingCore:
                 prediction = self._predict(rank, own, credit[3] // scheme.width, now_s)
         metrics.decision_seconds.observe(time.perf_counter() - started)
         metrics.decisions.inc(decision.reason)
-        decode = decided.decode.chosen.target if decided.decode is not None else None
+        decode = choice.chosen.target if choice is not None else None
         self._requests.placed(
             now_s,
             plan.request_id,
@@ -292,8 +281,7 @@ class RoutingCore:
 
     def explain(self, plan: RequestPlan) -> dict[str, Any]:
         """The answer of `POST /route`: the decision, every candidate's terms, and no side effect."""
-        decided = self._decide(plan, frozenset(), self._clock(), self.fleet.pools(plan.model))
-        decision = decided.decision
+        decision, choice = self._decide(plan, frozenset(), self._clock(), self.fleet.pools(plan.model))
         chosen = decision.chosen.target
         plan = plan.seen_by(chosen.worker)
         answer = {
@@ -305,7 +293,7 @@ class RoutingCore:
             "ids_reason": plan.prompt.reason,
             "candidates": [explained(scored) for scored in decision.scored],
         }
-        return answer if decided.decode is None else {**answer, "decode": explained_decode(decided.decode)}
+        return answer if choice is None else {**answer, "decode": explained_decode(choice)}
 
     def _decide(
         self,
@@ -315,8 +303,11 @@ class RoutingCore:
         pools: Pools[Worker],
         *,
         limited: bool = False,
-    ) -> Decided:
-        """`limited`: workers at their limit of requests in flight are no candidates."""
+    ) -> tuple[Decision[Rank], DecodeChoice[Rank] | None]:
+        """A decision over whole and prefill ranks; of a prefill rank, with the decode rank it is paired with.
+
+        `limited`: workers at their limit of requests in flight are no candidates.
+        """
         known = self._known.get(plan.model)
         roster = known.roster if known is not None and known.roster.pools is pools else None
         if roster is None or not roster.is_plain or tried or plan.client_rank is not None:
@@ -331,7 +322,7 @@ class RoutingCore:
         self._feedback.temper(credits)
         asked = _asked(plan, schemes)
         decision = self._policy.decide(asked, found.ranks, credits, now_s)
-        return Decided(decision, self._second_half(decision, found, plan, credits, now_s) if found.decode else None)
+        return decision, self._second_half(decision, found, plan, credits, now_s) if found.decode else None
 
     def _credits(self, plan: RequestPlan, found: Candidates, schemes: list[Scheme]) -> dict[int, Credit]:
         """Each rank is credited with the ids that its own kind of engine makes."""

@@ -119,17 +119,17 @@ def access_line(ts: float, record: RequestRecord, placed: Placed | None) -> Acce
         attempts=record.attempts,
     )
     if placed is not None:
-        chosen = placed.decision.chosen
+        decision = placed.decision
         line.model = placed.model
-        line.rank = chosen.target.number
+        line.rank = decision.targets[decision.position].number
         if placed.decode is not None:
             line.decode_worker = placed.decode.worker.url.text
             line.decode_rank = placed.decode.number
-        line.reason = placed.decision.reason
+        line.reason = decision.reason
         line.ids = placed.ids_source
         line.prompt_tokens = placed.prompt_tokens
-        line.predicted_cached_tokens = chosen.cached_by_tier[3]
-        line.best_cached_tokens = placed.decision.best_cached_tokens
+        line.predicted_cached_tokens = decision.credits[decision.position][3]
+        line.best_cached_tokens = decision.best_cached_tokens
     usage = record.usage
     if usage is not None:
         line.reported_prompt_tokens = usage.prompt_tokens

@@ -179,16 +179,13 @@ class Policy:
 
     def decide(self, asked: Asked, targets: Sequence[T], credits: Mapping[int, Credit], now_s: float) -> Decision[T]:
         """Chooses one of `targets` (never empty). `credits` by `credit_slot`; absent means nothing is held there."""
-        if credits:
-            get = credits.get
-            held = [get(target.credit_slot, NO_CREDIT) for target in targets]
-        else:
-            held = [NO_CREDIT] * len(targets)
-        decision = self._score(asked.prompt_tokens, targets, held, now_s)
+        decision = self._score(asked.prompt_tokens, targets, credits, now_s)
         decision.position, decision.reason = self._rule(self, decision, asked)
         return decision
 
-    def _score(self, prompt_tokens: int, targets: Sequence[T], credits: list[Credit], now_s: float) -> Decision[T]:
+    def _score(
+        self, prompt_tokens: int, targets: Sequence[T], credits: Mapping[int, Credit], now_s: float
+    ) -> Decision[T]:
         """The columns. The formula is router.policy.cost's, written out for speed; a test holds them equal. An idle
         rank's terms are found by comparisons alone."""
         weights = self.weights
@@ -201,9 +198,12 @@ class Policy:
         credit: Credit | None = None
         stretched, alone = 0.0, 0.0
         decayed_s, decay = math.nan, 0.0
+        held_credits: list[Credit] = []
         costs: list[float] = []
         terms: list[float] = []
-        for target, held in zip(targets, credits, strict=True):
+        for target in targets:
+            held = credits.get(target.credit_slot, NO_CREDIT)
+            held_credits.append(held)
             if held is not credit:
                 credit = held
                 known = works.get(id(held))
@@ -231,9 +231,11 @@ class Policy:
                 age_s = now_s - decayed_s
                 decay = share_weight * math.exp(-age_s / tau_s) if age_s > 0 else share_weight
             share = load.share_sum_tokens * decay
-            terms += (queue, work, share)
+            terms.append(queue)
+            terms.append(work)
+            terms.append(share)
             costs.append((queue + work + share) / rate)
-        return Decision(prompt_tokens, targets, credits, costs, terms, best, believed)
+        return Decision(prompt_tokens, targets, held_credits, costs, terms, best, believed)
 
     def _typical_rate(self, targets: Sequence[Target], now_s: float) -> float:
         """The fleet's median speed, also for ranks that report none; renewed once a second."""

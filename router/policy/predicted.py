@@ -3,8 +3,8 @@
 Short-lived and bounded. Confirmed blocks live in the index; this only bridges the time between a placement and the
 BlockStored that follows its prefill, so that siblings of a burst meet on one rank.
 
-A slot's blocks are kept in runs, the pieces of prompts that the same predictions name: what a prompt shares with others
-costs a step a run, not one a block. A run is cut where a prompt parts from it.
+A slot's blocks are kept in runs, pieces of prompts of which each prediction names a beginning. What a prompt shares
+with others costs a step a run, not one a block, and a conversation that grows turn by turn stays one run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ MAX_PREDICTED_BLOCKS: Final = 500_000
 
 
 class _Run:
-    """Blocks one after the other that `named` predictions name, all of them each. `rest` is what was cut off last."""
+    """Blocks one after the other. `named`: how many predictions name its first so many blocks; the longest beginning is
+    all of it. `rest` is what was cut off at `cut`: predictions made before, of more than that, go on there."""
 
-    __slots__ = ("keys", "named", "rest")
+    __slots__ = ("cut", "keys", "named", "rest")
 
-    def __init__(self, keys: tuple[Key, ...], named: int, rest: _Run | None) -> None:
-        self.keys = keys
-        self.named = named
-        self.rest = rest
+    def __init__(self) -> None:
+        self.keys: tuple[Key, ...] = ()
+        self.named: dict[int, int] = {}
+        self.rest: _Run | None = None
+        self.cut = 0
 
 
 _Runs = dict[Key, _Run]
@@ -46,7 +48,7 @@ class Prediction:
         self.expires_s = expires_s
         self.alive = True
         self.parts: list[tuple[_Run, int]] = []
-        """Runs and how many blocks they had; what was cut off since is their `rest`."""
+        """Runs and how many of their first blocks it names."""
 
 
 class PredictedBlocks:
@@ -74,9 +76,20 @@ class PredictedBlocks:
         position = 0
         while position < count:
             run = runs.get(keys[position])
-            run = _begin(runs, keys, position) if run is None else _join(runs, run, keys, position)
-            prediction.parts.append((run, len(run.keys)))
-            position += len(run.keys)
+            if run is None:
+                run = _Run()
+                named = _lengthen(runs, run, keys[position:])
+            else:
+                start = run.keys.index(keys[position])
+                if start:
+                    run = _cut(runs, run, start)
+                end = _end_of(run.keys, keys, position)
+                named = end - position
+                if named == len(run.keys) and end < count and run.rest is None and keys[end] not in runs:
+                    named += _lengthen(runs, run, keys[end:])
+            run.named[named] = run.named.get(named, 0) + 1
+            prediction.parts.append((run, named))
+            position += named
         self._queue.append(prediction)
         self._blocks += count
         return prediction
@@ -88,18 +101,11 @@ class PredictedBlocks:
         prediction.alive = False
         self._blocks -= prediction.blocks
         runs = self._slots[prediction.slot]
-        for first, left in prediction.parts:
-            before: _Run | None = None
-            run: _Run | None = first
-            while left and run is not None:
-                left -= len(run.keys)
-                run.named -= 1
-                if not run.named:
-                    for key in run.keys:
-                        del runs[key]
-                    if before is not None:  # whoever names what is left of it ends there
-                        before.rest = None
-                before, run = run, run.rest
+        for run, named in prediction.parts:
+            while run.rest is not None and named > run.cut:
+                _give_up(runs, run, run.cut)
+                run, named = run.rest, named - run.cut
+            _give_up(runs, run, named)
         prediction.parts = []
         if not runs:
             del self._slots[prediction.slot]
@@ -136,45 +142,42 @@ class PredictedBlocks:
         return self._blocks
 
 
-def _begin(runs: _Runs, keys: Sequence[Key], position: int) -> _Run:
-    """A run of the blocks from `position` on that nobody predicted yet."""
-    rest = keys[position:] if position else keys
-    run = _Run(tuple(rest), 1, None)
-    fresh = dict.fromkeys(rest, run)
-    if len(fresh) < len(rest) or not runs.keys().isdisjoint(fresh):
-        seen: dict[Key, None] = {}
-        for key in rest:  # up to what is known, or named twice (only what is no chain names a block twice)
-            if key in runs or key in seen:
-                break
-            seen[key] = None
-        run.keys = tuple(seen)
-        fresh = dict.fromkeys(seen, run)
+def _lengthen(runs: _Runs, run: _Run, keys: Sequence[Key]) -> int:
+    """Adds blocks that follow the run to it, up to one that is predicted already. Returns how many, at least one."""
+    fresh = dict.fromkeys(keys, run)
+    if not runs.keys().isdisjoint(keys):
+        count = 1
+        while keys[count] not in runs:
+            count += 1
+        fresh = dict.fromkeys(keys[:count], run)
     runs.update(fresh)
-    return run
-
-
-def _join(runs: _Runs, run: _Run, keys: Sequence[Key], position: int) -> _Run:
-    """The run of the blocks from `position` on, of which the first is in `run`, named once more."""
-    start = run.keys.index(keys[position])
-    if start:
-        run = _cut(runs, run, start)
-    members = run.keys
-    window = tuple(keys[position : position + len(members)])
-    if window != members:
-        length = 1
-        while length < len(window) and members[length] == window[length]:
-            length += 1
-        _cut(runs, run, length)
-    run.named += 1
-    return run
+    run.keys += tuple(fresh)
+    return len(fresh)
 
 
 def _cut(runs: _Runs, run: _Run, at: int) -> _Run:
     """Takes the blocks from `at` on off the run; they are a run of their own now, which is returned."""
-    rest = run.rest = _Run(run.keys[at:], run.named, run.rest)
-    run.keys = run.keys[:at]
+    rest = _Run()
+    rest.keys, rest.rest, rest.cut = run.keys[at:], run.rest, run.cut - at
+    run.keys, run.rest, run.cut = run.keys[:at], rest, at
+    named = run.named
+    rest.named = {end - at: count for end, count in named.items() if end > at}
+    run.named = {end: count for end, count in named.items() if end < at}
+    run.named[at] = named.get(at, 0) + sum(rest.named.values())
     runs.update(dict.fromkeys(rest.keys, rest))
     return rest
+
+
+def _give_up(runs: _Runs, run: _Run, named: int) -> None:
+    """One prediction less names the run's first `named` blocks."""
+    count = run.named.pop(named)
+    if count > 1:
+        run.named[named] = count - 1
+    elif named == len(run.keys):
+        left = max(run.named) if run.named else 0
+        for key in run.keys[left:]:
+            del runs[key]
+        run.keys = run.keys[:left]
 
 
 def _end_of(members: tuple[Key, ...], keys: Sequence[Key], depth: int) -> int:

@@ -110,6 +110,23 @@ def test_what_is_predicted_is_what_the_living_predictions_name(steps: list[tuple
                     expected = next((at for at in range(start, len(keys)) if keys[at] not in named), len(keys))
                     assert depth(predicted, asked_slot, keys, start) == expected
         assert len(predicted) == sum(len(keys) for _, _, keys, _ in living)
+        for key, run in ((key, run) for runs in predicted._slots.values() for key, run in runs.items()):
+            assert key in run.keys
+            assert len(run.keys) == max(run.named), "all of a run is named"
+
+
+def test_a_conversation_that_grows_stays_one_run_and_a_turn_that_failed_leaves_the_turn_before() -> None:
+    predicted = PredictedBlocks(ttl_s=10.0)
+    turns = [predicted.add(0, list(range(blocks)), now_s) for now_s, blocks in enumerate((5, 13, 21, 30))]
+    assert len({id(run) for run in predicted._slots[0].values()}) == 1
+    last = turns.pop()
+    assert last is not None
+    predicted.drop(last)
+    assert depth(predicted, 0, list(range(40))) == 21
+    predicted.expire(11.5)  # the first two are over
+    assert depth(predicted, 0, list(range(40))) == 21
+    predicted.expire(12.5)
+    assert not predicted._slots
 
 
 def test_the_end_of_a_prompt_that_failed_is_not_kept_with_its_beginning() -> None:
