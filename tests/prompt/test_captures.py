@@ -8,6 +8,7 @@ import lzma
 import tarfile
 import unicodedata
 from collections import Counter
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ def real_tokenizer(name: str, folder: Path) -> Tokenizer:
         (SHARED / "tokenizers" / f"{name}.tokenizer_config.json").read_bytes()
     )
     return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def free_the_real_tokenizers() -> Iterator[None]:
+    """220 MB, which the rest of a run need not carry."""
+    yield
+    real_tokenizer.cache_clear()
 
 
 @functools.cache
