@@ -42,6 +42,7 @@ from router.proxy.queue import QueueOptions
 from router.proxy.server import ListenerOptions, PublicListener
 from router.proxy.upstream import UpstreamClient, UpstreamLimits
 from router.siblings.exchange import Exchange, Meeting, meeting_of
+from router.stream.pump import running_pump
 from router.stream.sockets import new_context
 from router.tls import server_context
 
@@ -91,6 +92,7 @@ class Service:
         self._upstream = UpstreamClient(
             UpstreamLimits(connect_s=config.timeouts.connect_s, idle_s=config.timeouts.idle_s), tls=self._tls
         )
+        running_pump().before.add(self._upstream.turn.flush)
         self._ask = EngineAsk(self.fleet, self._tls)
         self._prompts = PromptSource(
             config.tokenizer,
@@ -319,6 +321,7 @@ class Service:
                 await step()
             except Exception:
                 log.exception("stopping: one step failed, the others follow")
+        running_pump().before.discard(self._upstream.turn.flush)
         self._context.destroy(linger=0)
 
     async def _stop_loading(self) -> None:

@@ -18,6 +18,7 @@ import yaml
 from router.config import Overrides
 from router.config.load import build_config
 from router.service import Service
+from router.stream.pump import running_pump
 from tests.support.process import RouterProcess, fetch, is_up, process, wait_until
 
 SERVE = [sys.executable, "-m", "router", "serve", "--config"]
@@ -134,6 +135,14 @@ def test_a_worker_given_on_the_command_line_is_enough(log: Path) -> None:
     with process([*command, "--port", "0", "--admin-port", "0"], log, PYTHONPATH=os.getcwd()):
         router = announced(log)
         assert [worker["url"] for worker in fetch(f"{router.admin}/workers")["workers"]] == ["http://127.0.0.1:9"]
+
+
+async def test_what_is_held_for_clients_and_workers_does_not_wait_for_a_burst_of_events() -> None:
+    service = Service(build_config(settings(), Overrides(), {}, Path()))
+    await service.start()
+    assert service._upstream.turn.flush in running_pump().before
+    await service.stop(0.0)
+    assert not running_pump().before
 
 
 async def test_a_step_of_stopping_that_fails_keeps_none_of_the_others_from_being_taken(

@@ -400,6 +400,7 @@ class ConversationCache:
                 piece.chains[key] = chain
                 if piece.in_tree:
                     self.bytes += _CHAIN_BYTES + len(chain)
+                    self._evict()  # one prompt may come again and again under ever new salts
 
     def _evict(self) -> None:
         while self.bytes > self._max_bytes and self._pieces:

@@ -184,6 +184,7 @@ class Connection(asyncio.Protocol):
             outbox.write(head + body)
         else:
             assert self._transport is not None
+            outbox.flush()  # a worker that answered unasked may not have been sent the request before
             self._transport.writelines((head, body))
         self._sent_all = True
 

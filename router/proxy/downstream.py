@@ -58,6 +58,7 @@ class ClientConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self.transport: asyncio.Transport | None = None
         self._outbox: Outbox | None = None
+        self._tls = False
         self.exchange: Exchange | None = None
         self._request: Request | None = None
         """The one that is being answered."""
@@ -80,6 +81,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._outbox = Outbox(self._turn, self.transport)
+        self._tls = transport.get_extra_info("sslcontext") is not None
         self._waiting_since = self._loop.time()
         if not self._on_made(self):
             self.transport.abort()
@@ -160,6 +162,8 @@ class ClientConnection(asyncio.Protocol):
         self.awaits_body = False
         assert request is not None
         request.release()
+        if self._tls:  # sends nothing more once the client has half-closed its socket, perhaps in this very turn
+            self.flush()
         if not (keep and self._may_go_on(request)):
             self.end()
         elif self._full_since is not None:  # or a client that reads nothing has us keep an answer for each (case 77)

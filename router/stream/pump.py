@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,8 @@ class Pump:
     """Runs the sources that have work, one after the other. An event loop has one, shared by all its streams."""
 
     def __init__(self) -> None:
+        self.before: set[Callable[[], None]] = set()
+        """Called ahead of each slice, for what must not wait for its end. None may raise."""
         self._waiting: deque[Source] = deque()
         self._queued: set[Source] = set()
         self._scheduled = False
@@ -48,6 +51,8 @@ class Pump:
 
     def _run(self) -> None:
         self._scheduled = False
+        for each in self.before:
+            each()
         until_s = time.monotonic() + SLICE_S
         while self._waiting:
             source = self._waiting.popleft()

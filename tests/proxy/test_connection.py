@@ -21,9 +21,10 @@ class Pipe(asyncio.Transport):
         super().__init__()
         self.connection = connection
         self.closing = False
+        self.written = b""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        pass
+        self.written += data
 
     def is_closing(self) -> bool:
         return self.closing
@@ -36,6 +37,14 @@ class Pipe(asyncio.Transport):
 
     def resume_reading(self) -> None:
         pass
+
+
+class Untold:
+    """An owner that does nothing."""
+
+    def head_came(self) -> None: ...
+    def ended(self) -> None: ...
+    def failed(self, error: UpstreamError) -> None: ...
 
 
 class Body:
@@ -290,3 +299,16 @@ def test_the_second_answer_with_a_head_is_not_parsed_and_has_its_own_length() ->
         assert kept == [(b"Date", b"now"), (b"X-A", b""), (b"Content-Type", b"a/b")]
 
     asyncio.run(run())
+
+
+async def test_a_worker_that_answers_unasked_is_sent_its_requests_in_order() -> None:
+    """The first one waits for the end of the turn, the second is too large to be put behind it."""
+    connection = Connection(Turn(asyncio.get_running_loop()), lambda _: None, lambda _: None)
+    pipe = Pipe(connection)
+    connection.connection_made(pipe)
+    connection.ask(b"first", b"", Untold())
+    connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+    connection.attach(Body())
+    connection.release()
+    connection.ask(b"second", bytes(9 << 10), Untold())
+    assert pipe.written == b"first" + b"second" + bytes(9 << 10)

@@ -95,5 +95,25 @@ async def test_a_sink_that_fails_does_not_stop_its_stream(
     await stream.close()
 
 
+async def test_what_must_not_wait_for_a_slice_is_done_ahead_of_each() -> None:
+    pump, order = running_pump(), list[str]()
+
+    class Source:
+        def drain(self, until_s: float) -> bool:
+            order.append("slice")
+            while time.monotonic() < until_s:
+                pass
+            return len(order) < 4
+
+    def ahead() -> None:
+        order.append("ahead")
+
+    pump.before.add(ahead)
+    pump.wake(Source())
+    await until(lambda: len(order) == 4, "two slices")
+    pump.before.remove(ahead)
+    assert order == ["ahead", "slice"] * 2
+
+
 async def test_the_pump_is_the_loops_own() -> None:
     assert running_pump() is running_pump()
