@@ -191,8 +191,8 @@ HOSTILE = {
     "endless hashes": b"\x92" + TIME + b"\x91\x82\xa4type\xabBlockStored\xacblock_hashes\xdd\xff\xff\xff\xff",
     "endless tokens": b"\x92" + TIME + b"\x91\x82\xa4type\xabBlockStored\xa9token_ids\xdd\xff\xff\xff\xff",
     "endless map": b"\x92" + TIME + b"\x91\xdf\xff\xff\xff\xff",
-    "deep tokens": b"\x92" + TIME + b"\x91\x82\xa4type\xabBlockStored\xa9token_ids" + b"\x91" * 5000 + b"\x00",
-    "deep batch": b"\x91" * 5000 + b"\x00",
+    "deep tokens": b"\x92" + TIME + b"\x91\x82\xa4type\xabBlockStored\xa9token_ids" + b"\x91" * 50_000 + b"\x00",
+    "deep batch": b"\x91" * 50_000 + b"\x00",
     "too large": bytes(MAX_FRAME_BYTES + 1),
 }
 

@@ -61,7 +61,7 @@ def test_longer_reports_are_read_as_far_as_they_are_known() -> None:
         encoded(0, 0, 0, 1, 0, -5),
         msgspec.msgpack.encode(["BlockStored", 0, 0, 0, 1, 0]),
         msgspec.msgpack.encode({"LoadStat": 1}),
-        b"\x91" * 5000,
+        b"\x91" * 50_000,
         b"\x9b\xa8LoadStat" + b"\x00" * 70000,
     ],
     ids=range(17),
