@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 
 from router import build
+from router.prompt import turns
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "router" / "core.py"
@@ -43,6 +44,10 @@ def test_every_module_of_the_list_is_compiled_or_none(module: str) -> None:
     assert found.origin is not None
     ending = sysconfig.get_config_var("EXT_SUFFIX") if EXPECTED == "compiled" else ".py"
     assert found.origin.endswith(ending)
+
+
+def test_what_lets_other_threads_in_is_never_compiled() -> None:
+    assert Path(turns.__file__).suffix == ".py"
 
 
 @of_the_checkout

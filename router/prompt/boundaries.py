@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 
 from router.hashing import TokenIds, pack_ids
+from router.prompt.turns import give_way
 
 MAX_PIECES = 4096  # of one prompt; text behind the last cut is one piece
 LONG_PIECE_CHARS = 2048  # a longer piece is cut between two words
@@ -21,6 +22,8 @@ STRETCH_CHARS = 65_536
 SPARSE_CHARS = 128
 """Between two places where a token might begin; where they are closer, a search for all tokens at once costs less."""
 MAX_STOPS = 1024
+TURN_CHARS = 4096  # may be full of hard tokens: a millisecond or two
+TURN_TOKENS = 4096  # the same
 numbers = count(1)
 
 BETWEEN_WORDS = re.compile(r" (?<=\w )(?=\w)")
@@ -92,12 +95,16 @@ class Boundaries:
         return [text[start:end] for start, end in pairwise(starts)], marks
 
     def _cut_softly(self, text: str, end: int, starts: list[int], marks: list[list[TokenIds]], most: int) -> None:
-        while self.between_words and end - starts[-1] > LONG_PIECE_CHARS and len(starts) < most:
-            found = BETWEEN_WORDS.search(text, starts[-1] + LONG_PIECE_CHARS, end)
-            if found is None:
-                return
-            starts.append(found.start())
-            marks.append([SOFT])
+        at = starts[-1] + LONG_PIECE_CHARS
+        while self.between_words and at < end and len(starts) < most:
+            found = BETWEEN_WORDS.search(text, at, min(at + STRETCH_CHARS, end))
+            if found is not None:
+                starts.append(found.start())
+                marks.append([SOFT])
+                at = found.start() + LONG_PIECE_CHARS
+            else:
+                at += STRETCH_CHARS - 1  # the last character again: what follows a space decides
+                give_way()
 
     def _marks(self, text: str, at: int) -> Iterator[tuple[int, TokenIds]]:
         """The hard tokens in `text` from `at` on: where each stands, and its id.
@@ -108,8 +115,12 @@ class Boundaries:
         if self._shared:
             lead = self._shared[0]
             misses, begin = 0, at
+            turn = at + TURN_CHARS
             at = text.find(lead, at)
             while at >= 0 and misses * SPARSE_CHARS <= at - begin + STRETCH_CHARS:
+                if at > turn:
+                    give_way()
+                    turn = at + TURN_CHARS
                 match = self._find.match(text, at) if text.startswith(self._shared, at) else None
                 if match is None:
                     misses += 1
@@ -122,11 +133,15 @@ class Boundaries:
             if at < 0:
                 return
         while at < len(text):  # as `finditer`, which searches a text of millions of characters in one call
-            end = at + STRETCH_CHARS
+            give_way()
+            end, turn = at + STRETCH_CHARS, at + TURN_CHARS
             for match in self._find.finditer(text, at, end + self.longest):
                 if match.start() >= end:
                     break
                 at = match.end()
+                if at > turn:
+                    give_way()
+                    turn = at + TURN_CHARS
                 mark = self._ids.get(match.group())
                 if mark is not None:
                     yield match.start(), mark
@@ -177,7 +192,7 @@ def offsets(ids: TokenIds, marks: Sequence[Sequence[TokenIds]]) -> list[int] | N
     first piece may begin with something else than a hard token."""
     found: list[int] = []
     low = ids[::4]
-    at = 0
+    at = turn = 0
     for number, piece in enumerate(marks):
         if number == 0 and (not piece or piece[0] == SOFT):
             found.append(0)
@@ -190,6 +205,9 @@ def offsets(ids: TokenIds, marks: Sequence[Sequence[TokenIds]]) -> list[int] | N
             if len(found) == number:
                 found.append(at)
             at += 4
+            if at > turn:
+                give_way()
+                turn = at + 4 * TURN_TOKENS
     return found
 
 
@@ -209,7 +227,9 @@ def _find_id(ids: TokenIds, low: bytes, mark: TokenIds, at: int) -> int:
     rare = b"\0" + mark.rstrip(b"\0")
     at = 4 * place - 1
     while True:
-        at = ids.find(rare, at)
-        if at < 0 or (at % 4 == 3 and ids.startswith(mark, at + 1)):
-            return at if at < 0 else at + 1
-        at += 1
+        give_way()
+        for _ in range(MAX_STOPS):
+            at = ids.find(rare, at)
+            if at < 0 or (at % 4 == 3 and ids.startswith(mark, at + 1)):
+                return at if at < 0 else at + 1
+            at += 1

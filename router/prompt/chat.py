@@ -15,6 +15,7 @@ from router.prompt.features import NO_FEATURES, TRAILING_ASSISTANT, chat_feature
 from router.prompt.fields import NO_FIELDS, Fields
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tools import Refused, choose_tools, render_tools
+from router.prompt.turns import in_turns
 from router.prompt.verify import Features
 
 _ROLES = frozenset({"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"})
@@ -58,10 +59,10 @@ def render_chat(
         sent = plain(fields.messages)
     if not isinstance(sent, list) or not sent:
         raise Refused("messages is not a list of messages")
-    dumped = [_message(message) for message in sent]
+    dumped = [_message(message) for message in in_turns(sent)]
     message_tools = any(m["role"] in _TOOL_BEARERS and m.get("tools") for m in dumped)
     tools = choose_tools(_tools(bytes(fields.tools)), plain(fields.tool_choice), message_tools)
-    messages = [_for_template(message, template.sglang_format) for message in dumped]
+    messages = [_for_template(message, template.sglang_format) for message in in_turns(dumped)]
 
     generation = plain(fields.add_generation_prompt) if obey_generation_prompt else None
     keep_going = boolean(plain(fields.continue_final_message), "continue_final_message")
@@ -199,7 +200,7 @@ def _message(message: object) -> dict[str, Any]:
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list):
             raise Refused("tool_calls is not a list")
-        dumped["tool_calls"] = [_tool_call(call, parse=role == "assistant") for call in calls]
+        dumped["tool_calls"] = [_tool_call(call, parse=role == "assistant") for call in in_turns(calls)]
     if (tools := render_tools(message.get("tools"))) is not None:
         dumped["tools"] = tools
     if (prefix := message.get("prefix")) is not None:
@@ -239,7 +240,7 @@ def _content(content: object, role: str) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise Refused("a message's content is neither text nor parts")
-    return [_part(part, role) for part in content]
+    return [_part(part, role) for part in in_turns(content)]
 
 
 def _part(part: object, role: str) -> dict[str, Any]:
@@ -266,9 +267,9 @@ def _for_template(message: dict[str, Any], content_format: ContentFormat) -> dic
     if isinstance(parts, str):
         return message
     if content_format == "openai":
-        kept = [part for part in parts if part["type"] in ("text", "tool_reference")]
+        kept = [part for part in in_turns(parts) if part["type"] in ("text", "tool_reference")]
         if message["role"] != "tool" or any(part["type"] != "text" for part in kept):
             rest = {key: value for key, value in message.items() if key != "content"}
             return {**rest, "content": kept}
         parts = kept
-    return {**message, "content": " ".join(part["text"] for part in parts if part["type"] == "text")}
+    return {**message, "content": " ".join([part["text"] for part in in_turns(parts) if part["type"] == "text"])}

@@ -33,6 +33,7 @@ from router.hashing import (
     token_count,
 )
 from router.prompt.boundaries import BETWEEN_WORDS, SOFT, Boundaries, Encode, numbers, offsets
+from router.prompt.turns import give_way
 
 SOFT_FAULTS = 4  # cuts between words that changed ids, after which none are made any more
 PIECES_AT_ONCE = 1024  # whose block keys are kept between two yields
@@ -207,6 +208,7 @@ class ConversationCache:
             return self._refuse(text, encode)
         starts.append(len(tail))
         ids = b"".join([*[piece.ids for piece in found], tail])
+        give_way()  # not with the lock held
         with self._lock:
             parent, tokens = found[-1].number if found else boundaries.root, reused
             for index, group in enumerate(new_texts):

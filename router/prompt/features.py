@@ -6,6 +6,7 @@ from typing import Any
 
 from router.prompt.body import present
 from router.prompt.fields import Fields
+from router.prompt.turns import in_turns
 from router.prompt.verify import Features
 
 TEXT: Features = frozenset({"text"})
@@ -24,7 +25,7 @@ _BY_KEY = (("tool_calls", "tool_calls"), ("reasoning_content", "reasoning"), ("t
 def chat_features(fields: Fields, sent: list[Any]) -> Features:
     """`sent` is the body's `messages` as Python values, already known to be a list of objects."""
     found = {feature for name, feature in _BY_FIELD if present(getattr(fields, name))}
-    for message in sent:
+    for message in in_turns(sent):
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             found.add("tool_results" if role == "tool" else "other_roles")

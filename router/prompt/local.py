@@ -20,12 +20,14 @@ from router.prompt.models import ModelFacts, ModelFiles
 from router.prompt.template import ChatTemplate, TemplateFailure
 from router.prompt.tokenizer import MAX_CHARS, CannotEncode, Tokenizer
 from router.prompt.tools import Refused
+from router.prompt.turns import give_way, in_turns
 from router.prompt.verify import Features
 from router.prompt.vllm_chat import render_vllm_chat
 
 _MEDIA_MARK = "\ue000media\ue000"  # stands where the first image, audio or video is, and is cut off with the rest
 WORTH_KEEPING_CHARS = 512  # a shorter prompt is tokenised again in less time than it takes to look it up
 _SAFE_END = re.compile(r"\w(?= \w)")  # between two words no tokenizer joins anything
+_END_CHARS = 4096
 
 
 class NoIds(Exception):
@@ -138,14 +140,26 @@ def _before_media(
     equal text behind different images must not earn credit (case 42)."""
     assert files.template is not None
     sent = plain(body.fields.messages)
-    marked = [_marked(message) for message in sent] if isinstance(sent, list) else sent
+    marked = [_marked(message) for message in in_turns(sent)] if isinstance(sent, list) else sent
     fields = msgspec.structs.replace(body.fields, messages=msgspec.Raw(json.dumps(marked).encode()))
     rendered = render(body.with_fields(body.path, fields), files.template, facts)
     text = rendered.text.partition(_MEDIA_MARK)[0]
     _check_length(text)
-    ends = [match.end() for match in _SAFE_END.finditer(text)]
-    ids, cached = _encode(text[: ends[-1]] if ends else "", files.tokenizer, cache)
+    ids, cached = _encode(text[: _safe_end(text)], files.tokenizer, cache)
     return LocalPrompt(ids, rendered.features | {"media"}, cached, partial=True)
+
+
+def _safe_end(text: str) -> int:
+    """Behind the last word that another one follows; 0: there is none."""
+    end = len(text)
+    while end > 0:
+        begin = max(0, end - _END_CHARS)
+        found = [match.end() for match in _SAFE_END.finditer(text, begin, end)]
+        if found:
+            return found[-1]
+        end = begin + 2 if begin else 0  # a match is seen from its word's last letter to the next one's first
+        give_way()
+    return 0
 
 
 def _marked(message: Any) -> Any:
@@ -153,7 +167,7 @@ def _marked(message: Any) -> Any:
     if not isinstance(content, list):
         return message
     mark = {"type": "text", "text": _MEDIA_MARK}
-    return {**message, "content": [mark if _is_media(part) else part for part in content]}
+    return {**message, "content": [mark if _is_media(part) else part for part in in_turns(content)]}
 
 
 def _is_media(part: Any) -> bool:

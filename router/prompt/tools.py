@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from router.prompt.turns import in_turns
+
 _STANDARD_TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 _TYPE_ALIASES = {
     alias: standard
@@ -47,7 +49,7 @@ def render_tools(tools: object) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list):
         raise Refused("tools is not a list")
-    return [_tool(tool) for tool in tools]
+    return [_tool(tool) for tool in in_turns(tools)]
 
 
 def _tool(tool: object) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _function(sent: dict[str, Any], deferred: bool | None) -> dict[str, Any]:
 def normalise_types(schema: object) -> None:
     """Rewrite database and programming-language type names to JSON-schema's, in place, through nested schemas."""
     if isinstance(schema, list):
-        for item in schema:
+        for item in in_turns(schema):
             normalise_types(item)
         return
     if not isinstance(schema, dict):
@@ -103,7 +105,7 @@ def normalise_types(schema: object) -> None:
     for key in _MAPS_OF_SCHEMAS:
         nested = schema.get(key)
         if isinstance(nested, dict):
-            for value in nested.values():
+            for value in in_turns(nested.values()):
                 normalise_types(value)
     for key in _SCHEMAS:
         normalise_types(schema.get(key))

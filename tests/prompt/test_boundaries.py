@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.hashing import TokenIds, pack_ids
-from router.prompt.boundaries import MIN_PIECE_CHARS, SOFT, Boundaries, HardToken, offsets
+from router.prompt.boundaries import (
+    BETWEEN_WORDS,
+    LONG_PIECE_CHARS,
+    MIN_PIECE_CHARS,
+    SOFT,
+    Boundaries,
+    HardToken,
+    offsets,
+)
 
 TOKENS = [
     HardToken("<|a|>", 5, hard=True),
@@ -67,6 +75,19 @@ def test_the_first_piece_may_begin_with_text() -> None:
     ids = pack_ids([1, 2, 5, 3])
     assert offsets(ids, [[], [pack_ids([5])]]) == [0, 8]
     assert offsets(ids, [[SOFT, pack_ids([5])]]) == [0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["a", "a b", " ", "." * 13, "." * 39]), max_size=40).map("".join))
+def test_a_cut_between_words_is_found_however_far_away_it_is(rest: str) -> None:
+    boundaries = Boundaries(TOKENS)
+    boundaries.between_words = True
+    text = "." * LONG_PIECE_CHARS + rest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.prompt.boundaries.STRETCH_CHARS", 40)
+        pieces, _ = boundaries.cut(text)
+    found = BETWEEN_WORDS.search(text, LONG_PIECE_CHARS)
+    assert pieces == ([text] if found is None else [text[: found.start()], text[found.start() :]])
 
 
 @settings(deadline=None)
