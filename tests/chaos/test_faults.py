@@ -13,8 +13,8 @@ import pytest
 
 from tests.chaos.engines import ChaosEngine
 from tests.e2e.conftest import Start
-from tests.support.engine import eventually
 from tests.support.http import RawClient, Reply, Seen, post
+from tests.support.waiting import until
 
 SEED = 20
 REQUESTS = 800
@@ -102,7 +102,7 @@ async def test_every_request_ends_in_one_known_outcome(start_router: Start, caps
         fleet={"probe_interval_s": 0.2},
         admission={"max_inflight_per_worker": 8, "max_waiting": 20, "wait_s": 2},
     )
-    await eventually(lambda: len(router.service.fleet.routable("tiny")) == 4, "all ready")
+    await until(lambda: len(router.service.fleet.routable("tiny")) == 4, "all ready")
     port, seen = router.service.listener.port, Counter[str]()
 
     async def crowd() -> None:
@@ -111,7 +111,7 @@ async def test_every_request_ends_in_one_known_outcome(start_router: Start, caps
 
     async def requests_end(count: int) -> None:
         wanted = seen.total() + count
-        await eventually(lambda: seen.total() >= wanted, "requests go on")
+        await until(lambda: seen.total() >= wanted, "requests go on")
 
     async def outages() -> None:
         """One engine after the other refuses connections while 30 requests end; 30 later it is the next one's turn."""
@@ -127,7 +127,7 @@ async def test_every_request_ends_in_one_known_outcome(start_router: Start, caps
     await asyncio.gather(*(crowd() for _ in range(TOGETHER)))
     trouble.cancel()
     await asyncio.gather(trouble, return_exceptions=True)
-    await eventually(lambda: router.service.listener.in_flight == 0, "every request ended")
+    await until(lambda: router.service.listener.in_flight == 0, "every request ended")
     sent = REQUESTS // TOGETHER * TOGETHER
     ends = {
         outcome: int(await router.metric("requests_total", route="/v1/completions", outcome=outcome))

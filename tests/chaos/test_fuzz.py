@@ -15,8 +15,8 @@ from router.proxy.fanout import FANNED_OUT
 from router.proxy.routes import OWN, PROXIED
 from tests.chaos.engines import ChaosEngine
 from tests.e2e.conftest import Start
-from tests.support.engine import eventually
-from tests.support.http import RawClient, get, ok, until
+from tests.support.http import RawClient, get, ok
+from tests.support.waiting import until
 
 SEED = int(os.environ.get("KV_ROUTER_FUZZ_SEED", "6"))
 REQUESTS = int(os.environ.get("KV_ROUTER_FUZZ_REQUESTS", "480"))
@@ -134,7 +134,7 @@ async def test_nonsense_never_becomes_a_fault_of_ours(
     """Cases 81, 83, 84, 96, 105, 106 and 107 together."""
     engine = await ChaosEngine.running(ok)
     router = await start_router({"url": engine.url})
-    await eventually(lambda: router.service.fleet.routable("tiny"), "ready")
+    await until(lambda: router.service.fleet.routable("tiny"), "ready")
     port = router.service.listener.port if listener == "public" else router.service.admin_port
     chance, tally = random.Random(SEED), Counter[str]()
 

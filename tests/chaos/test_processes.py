@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.http import RawClient, post, until
+from tests.support.http import RawClient, post
 from tests.support.process import RouterProcess, free_ports, is_up, router
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 

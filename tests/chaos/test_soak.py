@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.engines import ChaosEngine
-from tests.support.http import RawClient, Reply, Seen, post, until
+from tests.support.http import RawClient, Reply, Seen, post
 from tests.support.process import RouterProcess, is_up, router
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.soak
 

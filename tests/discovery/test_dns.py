@@ -14,7 +14,7 @@ from router.fleet.discovery.base import Membership
 from router.fleet.discovery.dns import FORGET_LOOKS, DnsDiscovery, system_resolve
 from router.fleet.registry import Fleet
 from tests.discovery.conftest import Seen
-from tests.support.engine import eventually
+from tests.support.waiting import until
 
 MakeFleet = Callable[..., Fleet]
 
@@ -121,6 +121,6 @@ async def test_looks_go_on_until_cancelled(make_fleet: MakeFleet, seen: Seen) ->
     case = Case(make_fleet(), names, seen, interval_s=0.1)
     task = asyncio.create_task(case.discovery.run())
     names.answers["a"] = ["127.9.0.1", "127.9.0.2"]
-    await eventually(lambda: len(case.fleet.workers) == 2, "the second address")
+    await until(lambda: len(case.fleet.workers) == 2, "the second address")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

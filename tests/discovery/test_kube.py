@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine import eventually
 from tests.support.kube import FakeKube, pod
+from tests.support.waiting import until
 
 KUBECTL = shutil.which("kubectl")
 
@@ -45,11 +45,11 @@ async def test_kubectl_lists_and_watches_the_stand_in(kube: FakeKube, tmp_path: 
         return found
 
     try:
-        await eventually(lambda: kube.watching, "kubectl watches", 20)
+        await until(lambda: kube.watching, "kubectl watches", 20)
         kube.bookmark()
         kube.put(pod("p1", "10.0.0.1", ready=False))
         kube.delete("p2")
-        await eventually(lambda: len(seen()) >= 6, "six events")
+        await until(lambda: len(seen()) >= 6, "six events")
     finally:
         running.terminate()
         await running.wait()

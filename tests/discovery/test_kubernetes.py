@@ -12,8 +12,9 @@ from router.config import WorkerConfig
 from router.contract.url import WorkerUrl
 from router.fleet.registry import Fleet
 from tests.discovery.conftest import Follow, Seen
-from tests.support.engine import FakeEngine, eventually, stored
+from tests.support.engine import FakeEngine, stored
 from tests.support.kube import FakeKube, pod
+from tests.support.waiting import until
 
 MakeEngine = Callable[[], Awaitable[FakeEngine]]
 
@@ -31,11 +32,11 @@ def static_pod(name: str, ip: str | None = None, port: int = 30000, **more: Any)
 
 
 async def shows(fleet: Fleet, *wanted: str) -> None:
-    await eventually(lambda: urls(fleet) == sorted(wanted), f"workers {sorted(wanted)}; has {urls(fleet)}")
+    await until(lambda: urls(fleet) == sorted(wanted), f"workers {sorted(wanted)}; has {urls(fleet)}")
 
 
 async def watching(kube: FakeKube, watches: int = 1) -> None:
-    await eventually(lambda: kube.watching and len(kube.watches) >= watches, f"watch {watches} is open")
+    await until(lambda: kube.watching and len(kube.watches) >= watches, f"watch {watches} is open")
 
 
 # ---- list and watch
@@ -61,7 +62,7 @@ async def test_listed_pods_are_workers_and_watched_ones_come_and_go(kube: FakeKu
 async def test_the_watch_is_bounded_in_time_and_ends_in_a_new_list(kube: FakeKube, follow: Follow) -> None:
     """Case 108: periodically, whatever the watch says; replicas are spread by 20 %."""
     follow(relist_s=1.0)
-    await eventually(lambda: kube.lists >= 3, "three lists")
+    await until(lambda: kube.lists >= 3, "three lists")
     assert {query["timeoutSeconds"] for query in kube.watches} == {"1"}
 
 
@@ -115,7 +116,7 @@ async def test_a_version_that_is_too_old_leads_to_a_new_list(
         await shows(fleet, at("127.9.0.1"))
         kube.compact()
         kube.drop_watches()
-    await eventually(lambda: kube.lists >= 2, "a second list")
+    await until(lambda: kube.lists >= 2, "a second list")
     kube.delete("a")
     kube.put(static_pod("b", "127.9.0.2"))
     await shows(fleet, at("127.9.0.2"))
@@ -128,7 +129,7 @@ async def test_a_status_410_on_the_watch_itself_leads_to_a_new_list(kube: FakeKu
     kube.put(static_pod("a", "127.9.0.1"))
     kube.oldest = kube.version + 1
     fleet = follow()
-    await eventually(lambda: kube.lists >= 2, "a second list")
+    await until(lambda: kube.lists >= 2, "a second list")
     assert (seen.failures, urls(fleet)) == (0, [at("127.9.0.1")])
     kube.oldest = 0
     await watching(kube)
@@ -144,7 +145,7 @@ async def test_bookmarks_are_asked_for_and_are_signs_of_life_but_no_pods(
     await watching(kube)
     before = len(seen.synced)
     kube.bookmark()
-    await eventually(lambda: len(seen.synced) > before, "the bookmark was seen")
+    await until(lambda: len(seen.synced) > before, "the bookmark was seen")
     assert (urls(fleet), kube.watches[0]["allowWatchBookmarks"]) == ([at("127.9.0.1")], "true")
     assert "skipped" not in caplog.text, "they have no name and need none"
 
@@ -156,7 +157,7 @@ async def test_an_api_that_fails_costs_no_worker(kube: FakeKube, follow: Follow,
     await watching(kube)
     kube.list_status = 500
     kube.drop_watches()
-    await eventually(lambda: seen.failures >= 3, "three failed lists")
+    await until(lambda: seen.failures >= 3, "three failed lists")
     assert urls(fleet) == [at("127.9.0.1")]
     kube.delete("a")
     kube.list_status = None
@@ -178,7 +179,7 @@ async def test_a_forbidden_list_says_what_is_missing(
     kube.token = "new"
     kube.put(static_pod("a", "127.9.0.1"))
     fleet = follow(token_file=tmp_path / "token")
-    await eventually(lambda: seen.failures, "a failure")
+    await until(lambda: seen.failures, "a failure")
     assert "403 from the Kubernetes API: pods is forbidden" in caplog.text
     assert "needs get, list and watch on pods" in caplog.text
     assert "old" not in caplog.text.split("deploy/ has the Role")[0].split("forbidden")[1]
@@ -235,16 +236,16 @@ async def test_a_pod_that_is_not_ready_gets_no_requests_and_keeps_what_is_known_
     one = await engine()
     kube.put(static_pod("a", "127.0.0.1", one.port))
     fleet = follow()
-    await eventually(lambda: fleet.routable("tiny"), "routable")
+    await until(lambda: fleet.routable("tiny"), "routable")
     (worker,) = fleet.workers
     await one.listened()
     one.publish(stored([1, 2], range(8), 4))
-    await eventually(lambda: sum(worker.ranks[0].blocks().values()) == 2, "two blocks")
+    await until(lambda: sum(worker.ranks[0].blocks().values()) == 2, "two blocks")
     kube.put(static_pod("a", "127.0.0.1", one.port, ready=False))
-    await eventually(lambda: not fleet.routable("tiny"), "out")
+    await until(lambda: not fleet.routable("tiny"), "out")
     assert (worker.state, worker.reason) == ("unhealthy", "pod default/a is not ready")
     kube.put(static_pod("a", "127.0.0.1", one.port))
-    await eventually(lambda: fleet.routable("tiny"), "back")
+    await until(lambda: fleet.routable("tiny"), "back")
     assert fleet.workers == [worker]
     assert worker.ranks[0].blocks() == {"GPU": 2}
 
@@ -257,15 +258,15 @@ async def test_another_process_at_the_same_address_owns_nothing_of_the_old_one(
     one = await engine()
     kube.put(static_pod("a", "127.0.0.1", one.port))
     fleet = follow()
-    await eventually(lambda: fleet.routable("tiny"), "routable")
+    await until(lambda: fleet.routable("tiny"), "routable")
     (old,) = fleet.workers
     (rank,) = old.ranks
     await one.listened()
     one.publish(stored([1, 2], range(8), 4))
-    await eventually(lambda: sum(rank.blocks().values()) == 2, "two blocks")
+    await until(lambda: sum(rank.blocks().values()) == 2, "two blocks")
     rank.account.place(10, 10, 0.0, 1.0)
     kube.put(static_pod("a", "127.0.0.1", one.port, **change))
-    await eventually(lambda: fleet.workers and fleet.workers[0] is not old and fleet.routable("tiny"), "the new one")
+    await until(lambda: fleet.workers and fleet.workers[0] is not old and fleet.routable("tiny"), "the new one")
     (new,) = fleet.workers
     assert (old.state, rank.dead, rank.account.requests) == ("draining", True, 1), "its streams may finish"
     assert (new.incarnation, new.ranks[0].blocks(), new.ranks[0].account.requests) == (2, {}, 0)
@@ -280,9 +281,9 @@ async def test_the_end_of_the_old_pod_does_not_take_the_new_one_at_its_address(k
     going = static_pod("old", "127.9.0.1", created="2026-11-29T10:00:00Z")
     going["metadata"]["deletionTimestamp"] = "2026-11-29T11:00:00Z"
     kube.put(going)
-    await eventually(lambda: fleet.workers[0].state == "draining", "draining")
+    await until(lambda: fleet.workers[0].state == "draining", "draining")
     kube.put(static_pod("new", "127.9.0.1", created="2026-11-29T11:00:00Z"))
-    await eventually(lambda: "default/new" in str(fleet.workers[0].identity), "the new pod")
+    await until(lambda: "default/new" in str(fleet.workers[0].identity), "the new pod")
     await watching(kube)
     kube.delete("old")
     kube.put(static_pod("b", "127.9.0.2"))
@@ -312,13 +313,13 @@ async def test_a_terminating_pod_gets_no_new_requests_and_is_dropped_when_it_is_
     one = await engine()
     kube.put(static_pod("a", "127.0.0.1", one.port))
     fleet = follow()
-    await eventually(lambda: fleet.routable("tiny"), "routable")
+    await until(lambda: fleet.routable("tiny"), "routable")
     (worker,) = fleet.workers
     worker.ranks[0].account.place(10, 10, 0.0, 1.0)
     going = static_pod("a", "127.0.0.1", one.port)
     going["metadata"]["deletionTimestamp"] = "2026-11-29T11:00:00Z"
     kube.put(going)
-    await eventually(lambda: worker.state == "draining", "draining")
+    await until(lambda: worker.state == "draining", "draining")
     assert (fleet.routable("tiny"), worker.reason) == ([], "pod default/a is terminating; open streams may finish")
     assert fleet.describe()[0]["ranks"][0]["inflight_requests"] == 1, "its streams are seen until they are done"
     kube.delete("a")
@@ -332,7 +333,7 @@ async def test_a_pod_that_no_longer_matches_gets_nothing_though_it_answers_healt
     one = await engine()
     kube.put(static_pod("a", "127.0.0.1", one.port))
     fleet = follow()
-    await eventually(lambda: fleet.routable("tiny"), "routable")
+    await until(lambda: fleet.routable("tiny"), "routable")
     kube.relabel_away("a")
     await shows(fleet)
     assert fleet.routable("tiny") == []
@@ -342,9 +343,9 @@ async def test_a_changed_label_is_taken_over(kube: FakeKube, follow: Follow) -> 
     """Case 87 and 111: the same pod with another role is replaced, not registered twice."""
     kube.put(static_pod("a", "127.9.0.1", labels={"kv-router/role": "prefill"}))
     fleet = follow()
-    await eventually(lambda: [w.role for w in fleet.workers] == ["prefill"], "prefill")
+    await until(lambda: [w.role for w in fleet.workers] == ["prefill"], "prefill")
     kube.put(static_pod("a", "127.9.0.1", labels={"kv-router/role": "decode"}))
-    await eventually(lambda: [w.role for w in fleet.workers] == ["decode"], "decode")
+    await until(lambda: [w.role for w in fleet.workers] == ["decode"], "decode")
 
 
 # ---- beside other workers

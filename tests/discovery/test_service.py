@@ -12,8 +12,9 @@ import pytest
 from router.config import Overrides, build_config
 from router.errors import ConfigError
 from router.service import Service
-from tests.support.engine import FakeEngine, eventually, stored
+from tests.support.engine import FakeEngine, stored
 from tests.support.kube import FakeKube, pod
+from tests.support.waiting import until
 
 LOCAL = {"listen": {"host": "127.0.0.1", "port": 0}, "admin": {"host": "127.0.0.1", "port": 0}}
 Serve = Callable[..., Awaitable[Service]]
@@ -52,26 +53,26 @@ async def test_pods_that_come_are_routed_by_their_cache_and_pods_that_go_leave_n
     service = await serve(
         kubernetes={"selector": "app=sglang", "namespace": "default", "ports": ["http"], "api": {"url": kube.url}}
     )
-    await eventually(service.core.ready, "ready")
-    await eventually(lambda: len(service.fleet.routable("tiny")) == 2, "two workers")
+    await until(service.core.ready, "ready")
+    await until(lambda: len(service.fleet.routable("tiny")) == 2, "two workers")
     await warm.listened()
     warm.publish(stored([1, 2, 3], range(12), 4))
     holder = service.fleet.worker(warm.url)
     assert holder is not None
-    await eventually(lambda: holder.ranks and sum(holder.ranks[0].blocks().values()) == 3, "three blocks")
+    await until(lambda: holder.ranks and sum(holder.ranks[0].blocks().values()) == 3, "three blocks")
     metrics = await page(service, "/metrics")
     assert 'kv_router_discovery_workers{source="kubernetes"} 2.0' in metrics
     assert "kv_router_discovery_synced_timestamp_seconds" in metrics
     assert '"identity":"pod default/warm uid uid-warm restarts 0"' in await page(service, "/workers")
     kube.delete("warm")
-    await eventually(lambda: [w.url.text for w in service.fleet.workers] == [cold.url], "only the cold one")
+    await until(lambda: [w.url.text for w in service.fleet.workers] == [cold.url], "only the cold one")
     assert warm.url not in await page(service, "/metrics")
 
 
 async def test_dns_names_are_looked_up(serve: Serve, engine: Callable[[], Awaitable[FakeEngine]]) -> None:
     one = await engine()
     service = await serve(dns={"names": ["localhost"], "ports": [one.port]})
-    await eventually(service.core.ready, "ready")
+    await until(service.core.ready, "ready")
     assert [worker.identity for worker in service.fleet.workers] == ["dns localhost"]
 
 

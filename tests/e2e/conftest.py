@@ -12,7 +12,8 @@ import zmq
 
 from router.config import Config, Overrides, build_config
 from router.service import Service
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 
 class Running:
@@ -61,14 +62,7 @@ class Running:
         return tokens
 
     async def until(self, seen: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 8.0) -> None:
-        """Polls an async condition; `eventually` for coroutines."""
-        import asyncio
-        import time
-
-        deadline = time.monotonic() + timeout_s
-        while not await seen():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-            await asyncio.sleep(0.01)
+        await until(seen, what, timeout_s)
 
     async def live(self, url: str, ranks: int = 1) -> None:
         async def seen() -> bool:
@@ -138,4 +132,4 @@ async def fake_engine(context: zmq.Context[zmq.Socket[bytes]]) -> AsyncIterator[
         await engine.stop()
 
 
-__all__ = ["Running", "config", "eventually"]
+__all__ = ["Running", "config"]

@@ -14,7 +14,8 @@ from router.engine.app import SimulatedEngine
 from router.engine.options import EngineOptions
 from router.engine.timing import TimingProfile
 from tests.e2e.conftest import Running, Start
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 StartEngine = Callable[..., Awaitable[SimulatedEngine]]
 
@@ -275,5 +276,5 @@ async def test_nothing_is_left_open_when_the_router_stops(start_router: Start, s
     router = await start_router({"url": engine.url})
     await router.live(engine.url, 2)
     await router.service.stop(0.0)
-    await eventually(lambda: len(asyncio.all_tasks()) <= running, "the router's tasks gone")
+    await until(lambda: len(asyncio.all_tasks()) <= running, "the router's tasks gone")
     assert running >= before

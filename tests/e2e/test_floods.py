@@ -26,6 +26,7 @@ import zmq
 from tests.index.streams import CHAIN, HASHES, PROMPT
 from tests.support.engine import FakeEngine, stored
 from tests.support.process import RouterProcess, router
+from tests.support.waiting import until
 
 P99_S = 0.05
 LIMIT_S = 60.0
@@ -120,14 +121,16 @@ class Flood:
         return rank
 
     async def until(self, seen: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        deadline = time.monotonic() + LIMIT_S
-        while True:
+        rank: dict[str, Any] = {}
+
+        async def it_is() -> bool:
+            nonlocal rank
             ranks = await asyncio.to_thread(self.router.ranks)
             rank = ranks[0] if ranks else {"state": "not described yet", "last_seq": None}
-            if seen(rank):
-                return rank
-            assert time.monotonic() < deadline, f"not in time: {what}; {rank}"
-            await asyncio.sleep(0.05)
+            return seen(rank)
+
+        await until(it_is, lambda: f"{what}; {rank}", LIMIT_S, 0.05)
+        return rank
 
     async def run(self) -> float:
         """Sends it all, measuring /health until the last batch is applied. Returns the seconds that took."""

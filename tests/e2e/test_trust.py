@@ -10,7 +10,8 @@ import pytest
 
 from router.fleet.breaker import FAULTS_TO_OPEN
 from tests.e2e.conftest import Start
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 MakeEngine = Callable[..., Awaitable[FakeEngine]]
 COMPLETIONS = "/v1/completions"
@@ -52,7 +53,7 @@ async def test_a_worker_gets_no_more_than_its_limit_and_the_rest_wait(
     await router.live(one.url)
     await router.live(two.url)
     asked = [asyncio.create_task(ask(router)) for _ in range(6)]
-    await eventually(lambda: router.service.listener.waiting + sum(task.done() for task in asked) == 3, "in line")
+    await until(lambda: router.service.listener.waiting + sum(task.done() for task in asked) == 3, "in line")
     per_worker = {w.url.text: w.inflight_requests for w in router.service.fleet.workers}
     assert per_worker == {one.url: 2, two.url: 1}
     assert await router.metric("waiting_requests") == 2

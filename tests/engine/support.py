@@ -52,14 +52,3 @@ class Wire:
 async def receive(socket: zmq.asyncio.Socket) -> list[bytes]:
     frames: list[bytes] = await asyncio.wait_for(socket.recv_multipart(), TIMEOUT_S)
     return frames
-
-
-async def eventually(check: Callable[[], Awaitable[bool] | bool], what: str) -> None:
-    """Poll until `check` holds."""
-    deadline_s = asyncio.get_running_loop().time() + TIMEOUT_S
-    while True:
-        held = check()
-        if held if isinstance(held, bool) else await held:
-            return
-        assert asyncio.get_running_loop().time() < deadline_s, f"never came true: {what}"
-        await asyncio.sleep(0.005)

@@ -17,7 +17,8 @@ from router.contract.server_info import parse_server_info
 from router.contract.url import WorkerUrl
 from router.engine.wire import PageHasher
 from router.hashing import Namespace, creditable_blocks, pack_ids
-from tests.engine.support import TIMEOUT_S, Starter, Wire, eventually
+from tests.engine.support import TIMEOUT_S, Starter, Wire
+from tests.support.waiting import until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Which block comes first? " * 12}]}
 LONG = {"input_ids": [9] * 32, "sampling_params": {"max_new_tokens": 100_000}}
@@ -202,7 +203,7 @@ async def test_flush_clears_every_rank_and_is_refused_while_a_request_runs(
         async with http.post(f"{engine.url}/flush_cache") as answer:
             return answer.status == 200
 
-    await eventually(flushed, "the client went away, so its request is aborted and the cache can be flushed")
+    await until(flushed, "the client went away, so its request is aborted and the cache can be flushed")
     assert engine.ports.replay is not None
     for rank in range(2):
         events = await wire.events(engine.ports.replay + rank)
@@ -217,7 +218,7 @@ async def test_abort_request_matches_rids_by_prefix(start: Starter, http: aiohtt
         return asyncio.create_task(post(http, f"{engine.url}/generate", {**LONG, "rid": rid}))
 
     first, second, other = begin("job-1"), begin("job-2"), begin("else")
-    await eventually(lambda: len(engine.ranks[0].scheduler.running) == 3, "three requests run")
+    await until(lambda: len(engine.ranks[0].scheduler.running) == 3, "three requests run")
     for rid in ("", "nobody", "job-"):
         async with http.post(f"{engine.url}/abort_request", json={"rid": rid}) as response:
             assert response.status == 200

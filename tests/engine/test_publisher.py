@@ -13,7 +13,8 @@ import zmq.asyncio
 
 from router.contract.load import decode_load
 from router.engine.publisher import EventPublisher, bind_range, port_of
-from tests.engine.support import END_SEQ, Starter, Wire, eventually, receive
+from tests.engine.support import END_SEQ, Starter, Wire, receive
+from tests.support.waiting import until
 
 
 async def test_seq_0_is_a_clear_that_only_replay_still_has(start: Starter, wire: Wire) -> None:
@@ -50,7 +51,7 @@ async def test_live_batches_are_dense_and_equal_to_their_replay(
             live.append(await receive(socket))
         return len(live) >= 4
 
-    await eventually(one_more, "four batches")
+    await until(one_more, "four batches")
     seqs = [struct.unpack(">Q", frames[1])[0] for frames in live]
     assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
     assert (await wire.replay(engine.ports.replay, seqs[0]))[:-1] == live

@@ -11,8 +11,9 @@ import pytest
 from router.placement import RankPlacement
 from tests.e2e.conftest import Running
 from tests.envoy.conftest import Pickers, StartEngine
-from tests.support.engine import eventually, stored
+from tests.support.engine import stored
 from tests.support.http import Answered, RawClient, fetch, get, post
+from tests.support.waiting import until
 
 PROMPT = list(range(1, 42))
 KEYS = [101, 102]
@@ -157,7 +158,7 @@ async def test_a_question_is_load_until_its_first_token_was_due(fake_engine: Sta
     ahead = await running.route("/v1/completions", model="tiny", prompt=PROMPT)
     assert ahead["candidates"][0]["cost_terms_tokens"]["queue"] == 4000
     # This engine sends no reports, and nobody asks again: the charge ends by itself.
-    await eventually(lambda: load.requests == 0, "the charge is over")
+    await until(lambda: load.requests == 0, "the charge is over")
     assert load.queued_uncached_tokens == 0
 
 
@@ -175,7 +176,7 @@ async def test_an_engines_report_takes_the_place_of_what_was_sent_to_it(
         rank.load(msgspec.msgpack.encode(["LoadStat", 3, 1, 0, 1000, 0, 700]))
         return rank.account.requests == 0
 
-    await eventually(reported, "the report has the request")
+    await until(reported, "the report has the request")
     assert (rank.account.queued_uncached_tokens, rank.account.decoding) == (0, 3)
     ahead = await running.route("/v1/completions", model="tiny", prompt=PROMPT)
     assert ahead["candidates"][0]["cost_terms_tokens"]["queue"] == 700

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from router.stream.replay import StreamLimits
 from tests.e2e.conftest import Running, Start, context, fake_engine, start_router
 from tests.support.cache import Cache, prompts
 from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 from tests.support.wire import Wire
 
 FAST = {"probe_interval_s": 0.3, "probe_timeout_s": 1.5, "info_interval_s": 0.3, "unhealthy_after": 3}
@@ -58,13 +58,16 @@ class Scene:
     async def exact(self, rank: int = 0, asked: Sequence[list[int]] | None = None, timeout_s: float = 8.0) -> None:
         """The rank becomes live and every credit is the cache's truth, twice in a row: it stays so."""
         cache, asked = self.caches[rank], asked or self.prompts
-        deadline, seen = time.monotonic() + timeout_s, 0
-        while seen < 2:
+        seen, shown = 0, {}
+
+        async def twice() -> bool:
+            nonlocal seen, shown
             shown = await self.rank(rank)
-            credited, truth = await self.credits(rank, asked), [cache.truth(p) for p in asked]
-            seen = seen + 1 if shown["state"] == "live" and credited == truth else 0
-            assert time.monotonic() < deadline, (credited, truth, shown)
-            await asyncio.sleep(0.02)
+            shown |= {"credited": await self.credits(rank, asked), "truth": [cache.truth(p) for p in asked]}
+            seen = seen + 1 if shown["state"] == "live" and shown["credited"] == shown["truth"] else 0
+            return seen == 2
+
+        await until(twice, lambda: f"exact: {shown}", timeout_s, 0.02)
 
     async def subscribed(self, times: int, rank: int = 0) -> None:
         """The publisher has been subscribed to so often since it was opened, and the earlier ones are closed."""
@@ -77,13 +80,14 @@ class Scene:
 
     async def state(self, state: str, words: str, rank: int = 0, timeout_s: float = 10.0) -> None:
         """The rank shows the state with these words in its reason, earns nothing, and still takes requests."""
-        deadline = time.monotonic() + timeout_s
-        while True:
+        shown: dict[str, Any] = {}
+
+        async def said() -> bool:
+            nonlocal shown
             shown = await self.rank(rank)
-            if shown["state"] == state and words in shown["reason"]:
-                break
-            assert time.monotonic() < deadline, shown
-            await asyncio.sleep(0.02)
+            return shown["state"] == state and words in shown["reason"]
+
+        await until(said, lambda: f"{state}, {words}: {shown}", timeout_s, 0.02)
         assert await self.credits(rank) == [0] * len(self.prompts)
         assert shown["trusted"] is False
         at = {"worker": self.engine.url, "rank": str(rank)}
@@ -100,14 +104,17 @@ class Scene:
 
     async def drift(self, kind: str, *words: str, timeout_s: float = 12.0) -> dict[str, Any]:
         """A drift item of that kind that says these words."""
-        deadline = time.monotonic() + timeout_s
-        while True:
+        shown: list[dict[str, Any]] = []
+
+        def fits(item: dict[str, Any]) -> bool:
+            return item["kind"] == kind and all(word in f"{item['observed']} {item['advice']}" for word in words)
+
+        async def found() -> dict[str, Any] | None:
+            nonlocal shown
             shown = (await self.worker())["drift"]
-            for item in shown:
-                if item["kind"] == kind and all(word in f"{item['observed']} {item['advice']}" for word in words):
-                    return dict(item)
-            assert time.monotonic() < deadline, (kind, words, shown)
-            await asyncio.sleep(0.05)
+            return next(filter(fits, shown), None)
+
+        return dict(await until(found, lambda: f"{kind}, {words}: {shown}", timeout_s, 0.05))
 
     async def no_drift(self, timeout_s: float = 8.0) -> None:
         async def none() -> bool:

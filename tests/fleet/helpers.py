@@ -9,7 +9,8 @@ from router.config import FleetConfig, WorkerConfig
 from router.contract.url import WorkerUrl
 from router.fleet.observer import NullObserver
 from router.fleet.registry import Fleet
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 FAST = FleetConfig(probe_interval_s=0.3, probe_timeout_s=1.5, info_interval_s=0.3, unhealthy_after=3)
 
@@ -44,7 +45,7 @@ def shown(fleet: Fleet) -> dict[str, Any]:
 
 
 async def ready(fleet: Fleet, incarnation: int = 1) -> dict[str, Any]:
-    await eventually(
+    await until(
         lambda: all(w.routable and w.incarnation == incarnation for w in fleet.workers),
         f"incarnation {incarnation} ready; shown {fleet.describe()}",
     )

@@ -8,7 +8,8 @@ import pytest
 
 from router.config import KvEventsConfig
 from tests.fleet.helpers import MakeEngine, MakeFleet, Recorder, ready, settings, shown
-from tests.support.engine import FakeEngine, eventually, stored
+from tests.support.engine import FakeEngine, stored
+from tests.support.waiting import until
 
 # ---- incarnations
 
@@ -30,8 +31,8 @@ async def test_a_restart_that_shows_only_in_server_info_is_a_new_incarnation(
     (new,) = worker.ranks
     assert new is not old
     assert (old.dead, new.slot != slot, new.account.requests, new.last_seq) == (True, True, 0, None)
-    await eventually(lambda: engine.subscriptions_ever() == 2, "the new subscription")
-    await eventually(lambda: engine.subscriptions() == 1, "the old one closed")
+    await until(lambda: engine.subscriptions_ever() == 2, "the new subscription")
+    await until(lambda: engine.subscriptions() == 1, "the old one closed")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ async def test_live_values_of_the_same_process_are_no_new_incarnation(
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     engine.info["max_total_num_tokens"] = 2000
-    await eventually(lambda: shown(fleet)["capacity_tokens"] == 2000, "the new capacity")
+    await until(lambda: shown(fleet)["capacity_tokens"] == 2000, "the new capacity")
     assert shown(fleet)["incarnation"] == 1
 
 
@@ -67,13 +68,13 @@ async def test_an_engine_restarted_on_its_port_is_another_incarnation_and_waits_
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     await engine.stop()
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     engine.info["startup_time"] = {"tokenizer_e2e": 9.0}
     engine.statuses["/health"] = 503
     await engine.start()
-    await eventually(lambda: shown(fleet)["incarnation"] == 2, "the restart")
+    await until(lambda: shown(fleet)["incarnation"] == 2, "the restart")
     assert shown(fleet)["state"] in ("starting", "unhealthy")
-    await eventually(lambda: shown(fleet)["state"] == "starting", "loading")
+    await until(lambda: shown(fleet)["state"] == "starting", "loading")
     engine.statuses["/health"] = 200
     await ready(fleet, incarnation=2)
 
@@ -178,7 +179,7 @@ async def test_a_loaded_adapter_is_no_new_incarnation(make_engine: MakeEngine, m
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     engine.bodies["/v1/models"] = b'{"data":[{"id":"base","root":"/models/base"},{"id":"sql","parent":"base"}]}'
-    await eventually(lambda: fleet.models() == ["base", "sql"], "the adapter is listed")
+    await until(lambda: fleet.models() == ["base", "sql"], "the adapter is listed")
     assert shown(fleet)["incarnation"] == 1
 
 
@@ -192,9 +193,9 @@ async def test_vllm_that_lost_its_health_in_silence_is_another_process(
     fleet = make_fleet(workers=(settings(engine.url, kv_events=kv_events),))
     await ready(fleet)
     engine.statuses["/health"] = 500
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     looks = engine.asked("/v1/models")
-    await eventually(lambda: engine.asked("/v1/models") > looks + 2, "described while unhealthy")
+    await until(lambda: engine.asked("/v1/models") > looks + 2, "described while unhealthy")
     assert shown(fleet)["incarnation"] == 1, "judged once, when health is back"
     engine.statuses["/health"] = 200
     await ready(fleet, incarnation=2)
@@ -208,9 +209,9 @@ async def test_vllm_whose_stream_went_on_is_the_same_process(make_engine: MakeEn
     await ready(fleet)
     await engine.listened()
     await engine.stop_http()
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     engine.publish(stored([1], [1, 2, 3, 4], 4))
-    await eventually(lambda: shown(fleet)["ranks"][0]["blocks"] == {"GPU": 1}, "a block")
+    await until(lambda: shown(fleet)["ranks"][0]["blocks"] == {"GPU": 1}, "a block")
     await engine.start_http()
     worker = await ready(fleet)
     assert worker["ranks"][0]["blocks"] == {"GPU": 1}

@@ -9,7 +9,8 @@ from router.config import FleetConfig
 from router.fleet.loadpoll import parse_vllm_metrics
 from router.fleet.registry import Fleet
 from tests.fleet.helpers import FAST, MakeEngine, MakeFleet, ready, settings
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -63,7 +64,7 @@ async def test_what_waits_at_a_vllm_engine_counts_as_queued_work_there(
     await ready(fleet)
     account = fleet.workers[0].ranks[0].account
     account.place(1000, 200, 0.0, 120.0)
-    await eventually(lambda: account.reported_queue_tokens == 7 * 200, "7 waiting requests of 200 tokens each")
+    await until(lambda: account.reported_queue_tokens == 7 * 200, "7 waiting requests of 200 tokens each")
     assert account.report is not None
     assert (account.report.running, account.report.waiting) == (4, 7), "one target: the engines behind it are summed"
 
@@ -72,11 +73,11 @@ async def test_a_removed_worker_is_asked_no_more(make_engine: MakeEngine, make_f
     engine = await vllm(make_engine)
     fleet = fleet_of(make_fleet, engine, load_poll_s=0.05)
     await ready(fleet)
-    await eventually(lambda: ("/metrics", None) in engine.requests, "asked")
+    await until(lambda: ("/metrics", None) in engine.requests, "asked")
     fleet.remove(engine.url)
     await fleet.close()
     asked = len(engine.requests)
-    await eventually(lambda: not fleet.workers, "gone")
+    await until(lambda: not fleet.workers, "gone")
     assert len(engine.requests) == asked
 
 
@@ -84,7 +85,7 @@ async def test_zero_means_never(make_engine: MakeEngine, make_fleet: MakeFleet) 
     engine = await vllm(make_engine)
     fleet = fleet_of(make_fleet, engine, load_poll_s=0.0)
     await ready(fleet)
-    await eventually(lambda: engine.requests.count(("/version", None)) >= 2, "looked at twice")
+    await until(lambda: engine.requests.count(("/version", None)) >= 2, "looked at twice")
     assert ("/metrics", None) not in engine.requests
 
 
@@ -95,5 +96,5 @@ async def test_an_engine_without_metrics_is_served_by_the_own_view(
     engine.statuses["/metrics"] = 404
     fleet = fleet_of(make_fleet, engine, load_poll_s=0.05)
     await ready(fleet)
-    await eventually(lambda: engine.requests.count(("/metrics", None)) >= 2, "asked again")
+    await until(lambda: engine.requests.count(("/metrics", None)) >= 2, "asked again")
     assert fleet.workers[0].ranks[0].account.report is None

@@ -12,7 +12,7 @@ from router.fleet.observer import NullObserver
 from router.fleet.probe import FIRST_RETRY_S, Backoff, Prober, info_wait_s
 from router.fleet.worker import Worker
 from tests.fleet.helpers import FAST, MakeEngine, settings
-from tests.support.engine import eventually
+from tests.support.waiting import until
 
 
 def test_waits_grow_from_a_fifth_of_a_second_to_the_interval_and_are_spread() -> None:
@@ -58,7 +58,7 @@ async def test_a_fault_of_the_router_itself_does_not_end_the_watch(
     async with probe_session() as session:
         prober = Prober(worker, session, FAST, rng=random.Random(1), on_info=take, on_look=worker.settle)
         prober.start()
-        await eventually(lambda: taken, "a description after two failures")
+        await until(lambda: taken, "a description after two failures")
         await prober.close()
     assert "ZeroDivisionError" in caplog.text
     assert worker.info_problem == ""
@@ -75,7 +75,7 @@ async def test_answers_to_both_questions_do_not_wait_for_each_other(make_engine:
     async with probe_session() as session:
         prober = Prober(worker, session, FAST, rng=random.Random(1), on_info=taken.append, on_look=worker.settle)
         prober.start()
-        await eventually(lambda: len(taken) >= 2, "two descriptions")
+        await until(lambda: len(taken) >= 2, "two descriptions")
         assert not worker.health.passing
-        await eventually(lambda: worker.health.passing, "healthy")
+        await until(lambda: worker.health.passing, "healthy")
         await prober.close()

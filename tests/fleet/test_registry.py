@@ -9,7 +9,8 @@ import pytest
 from router.config import FleetConfig, Secret
 from router.errors import RouterError
 from tests.fleet.helpers import MakeEngine, MakeFleet, Recorder, ready, settings, shown
-from tests.support.engine import eventually, free_ports
+from tests.support.engine import free_ports
+from tests.support.waiting import until
 
 # ---- membership
 
@@ -81,8 +82,8 @@ async def test_a_removed_worker_is_gone_at_once_and_a_re_add_starts_from_nothing
     assert new.incarnation == 0
     worker = await ready(fleet)
     assert (worker["incarnation"], worker["ranks"][0]["inflight_requests"]) == (1, 0)
-    await eventually(lambda: engine.subscriptions_ever() == 2, "the new subscription")
-    await eventually(lambda: engine.subscriptions() == 1, "the old subscription is gone")
+    await until(lambda: engine.subscriptions_ever() == 2, "the new subscription")
+    await until(lambda: engine.subscriptions() == 1, "the old subscription is gone")
 
 
 async def test_removing_what_is_no_worker_url_is_a_bad_request(make_fleet: MakeFleet) -> None:
@@ -171,7 +172,7 @@ async def test_a_worker_that_cannot_describe_itself_yet_is_asked_again_until_it_
     else:
         engine.bodies["/server_info"] = trouble
     fleet = make_fleet(workers=(settings(engine.url),))
-    await eventually(lambda: engine.asked("/server_info") >= 3, "asking again")
+    await until(lambda: engine.asked("/server_info") >= 3, "asking again")
     worker = shown(fleet)
     assert (worker["state"], worker["ranks"], fleet.routable(None)) == ("starting", [], [])
     assert "/server_info" in worker["reason"]
@@ -188,7 +189,7 @@ async def test_a_worker_nobody_started_yet_is_unhealthy_and_joins_without_a_rout
     """Case 86."""
     engine = await make_engine(start=False)
     fleet = make_fleet(workers=(settings(engine.url),))
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     assert shown(fleet)["reason"] == "connection refused"
     await engine.start()
     await ready(fleet)
@@ -201,7 +202,7 @@ async def test_an_engine_that_is_described_but_still_loading_gets_nothing(
     engine = await make_engine()
     engine.statuses["/health"] = 503
     fleet = make_fleet(workers=(settings(engine.url),))
-    await eventually(lambda: engine.asked("/health") >= 5 and shown(fleet)["ranks"], "looked at several times")
+    await until(lambda: engine.asked("/health") >= 5 and shown(fleet)["ranks"], "looked at several times")
     assert (shown(fleet)["state"], shown(fleet)["reason"]) == ("starting", "503 from /health")
     assert (fleet.routable(None), fleet.known_model("tiny")) == ([], True)
     engine.statuses["/health"] = 200
@@ -218,7 +219,7 @@ async def test_a_ready_worker_whose_health_fails_goes_out_and_comes_back(
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     engine.statuses["/health"] = 503
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     assert (fleet.routable("tiny"), shown(fleet)["reason"]) == ([], "503 from /health")
     assert fleet.known_model("tiny")
     engine.statuses["/health"] = 200
@@ -234,9 +235,9 @@ async def test_a_worker_back_from_unhealthy_is_described_before_it_is_used(
     await ready(fleet)
     engine.statuses["/server_info"] = 500
     engine.statuses["/health"] = 503
-    await eventually(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
+    await until(lambda: shown(fleet)["state"] == "unhealthy", "unhealthy")
     engine.statuses["/health"] = 200
-    await eventually(lambda: shown(fleet)["state"] == "starting", "health back, not described")
+    await until(lambda: shown(fleet)["state"] == "starting", "health back, not described")
     assert (shown(fleet)["reason"], fleet.routable(None)) == ("500 from /server_info", [])
     engine.statuses["/server_info"] = 200
     await ready(fleet)
@@ -249,7 +250,7 @@ async def test_a_ready_worker_keeps_serving_when_only_its_description_fails(
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     engine.bodies["/server_info"] = b"garbage"
-    await eventually(lambda: "/server_info is not a JSON object" in shown(fleet)["reason"], "the failure is shown")
+    await until(lambda: "/server_info is not a JSON object" in shown(fleet)["reason"], "the failure is shown")
     assert (shown(fleet)["state"], len(fleet.routable(None))) == ("ready", 1)
 
 
@@ -308,7 +309,7 @@ async def test_two_hundred_workers_come_and_go_and_leave_nothing(make_fleet: Mak
         fleet.add(settings(f"http://127.0.0.1:{port}"))
     for port in range(base, base + 200):
         assert fleet.remove(f"http://127.0.0.1:{port}")
-    await eventually(lambda: len(asyncio.all_tasks()) == before, "every task is gone")
+    await until(lambda: len(asyncio.all_tasks()) == before, "every task is gone")
 
 
 async def test_closing_ends_every_task_and_socket(make_engine: MakeEngine, make_fleet: MakeFleet) -> None:
@@ -319,4 +320,4 @@ async def test_closing_ends_every_task_and_socket(make_engine: MakeEngine, make_
     await engine.listened(1)
     await fleet.close()
     assert asyncio.all_tasks() == before
-    await eventually(lambda: engine.subscriptions(0) == engine.subscriptions(1) == 0, "unsubscribed")
+    await until(lambda: engine.subscriptions(0) == engine.subscriptions(1) == 0, "unsubscribed")

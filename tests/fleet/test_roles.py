@@ -9,7 +9,8 @@ import pytest
 
 from router.fleet.registry import Fleet
 from tests.fleet.helpers import MakeEngine, MakeFleet, settings
-from tests.support.engine import FakeEngine, eventually
+from tests.support.engine import FakeEngine
+from tests.support.waiting import until
 
 
 def drift(fleet: Fleet, kind: str) -> dict[str, Any] | None:
@@ -18,7 +19,7 @@ def drift(fleet: Fleet, kind: str) -> dict[str, Any] | None:
 
 
 async def ready(fleet: Fleet) -> dict[str, Any]:
-    await eventually(lambda: fleet.routable(None), "ready")
+    await until(lambda: fleet.routable(None), "ready")
     (worker,) = fleet.describe()
     return worker
 
@@ -69,7 +70,7 @@ async def test_a_role_that_changes_in_place_moves_the_engine_to_the_other_pool_a
     await ready(fleet)
     assert len(fleet.pools("tiny").prefill) == 1
     engine.info["disaggregation_mode"] = "decode"
-    await eventually(lambda: len(fleet.pools("tiny").decode) == 1, "in the decode pool")
+    await until(lambda: len(fleet.pools("tiny").decode) == 1, "in the decode pool")
     assert fleet.pools("tiny").prefill == []
     found = drift(fleet, "role")
     assert found is not None
@@ -83,7 +84,7 @@ async def test_a_role_that_is_new_after_a_restart_is_no_drift(make_engine: MakeE
     fleet = make_fleet(workers=(settings(engine.url),))
     await ready(fleet)
     engine.info |= {"disaggregation_mode": "null", "startup_time": {"tokenizer_e2e": 9.0}}
-    await eventually(lambda: len(fleet.pools("tiny").plain) == 1, "in the plain pool")
+    await until(lambda: len(fleet.pools("tiny").plain) == 1, "in the plain pool")
     assert drift(fleet, "role") is None
 
 
@@ -99,11 +100,11 @@ async def test_a_bootstrap_port_nobody_can_reach_is_named_until_somebody_can(
     assert drift(fleet, "bootstrap") is None
     listening.close()
     await listening.wait_closed()
-    found = await eventually(lambda: drift(fleet, "bootstrap"), "the closed port is named")
+    found = await until(lambda: drift(fleet, "bootstrap"), "the closed port is named")
     assert found["advertised"] == f"127.0.0.1:{port}"
     assert "--disaggregation-bootstrap-port" in found["advice"]
     again = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", port)
-    await eventually(lambda: drift(fleet, "bootstrap") is None, "open again")
+    await until(lambda: drift(fleet, "bootstrap") is None, "open again")
     again.close()
 
 

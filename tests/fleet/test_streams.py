@@ -13,7 +13,8 @@ from router.hashing import Namespace, pack_ids, prompt_keys
 from router.index.prefix import PrefixIndex
 from router.index.scheme import WorkerScheme
 from tests.fleet.helpers import MakeEngine, MakeFleet, settings
-from tests.support.engine import HOST, FakeEngine, eventually, stored
+from tests.support.engine import HOST, FakeEngine, stored
+from tests.support.waiting import until
 
 WIDTH = 4
 
@@ -40,7 +41,7 @@ async def holding(fleet: Fleet, engine: FakeEngine, blocks: int, number: int = 0
         rank = worker.ranks[number]
         return rank.trusted and rank.blocks().get("GPU", 0) == blocks
 
-    await eventually(ready, f"rank {number} live with {blocks} blocks; shown {fleet.describe()}")
+    await until(ready, f"rank {number} live with {blocks} blocks; shown {fleet.describe()}")
     return rank_of(fleet, engine, number)
 
 
@@ -70,7 +71,7 @@ async def test_a_deaf_rank_is_an_unknown_cache_not_a_worker_that_is_down(
     await holding(fleet, engine, 2, 0)
     deaf = rank_of(fleet, engine, 1)
     assert (deaf.trusted, deaf.state in ("connecting", "unreachable")) == (False, True)
-    await eventually(lambda: len(fleet.routable("tiny")) == 1, "routable all the same")
+    await until(lambda: len(fleet.routable("tiny")) == 1, "routable all the same")
     await engine.open_publisher(1)
     await engine.listened(1)
     engine.publish(chain(50), rank=1)
@@ -95,7 +96,7 @@ async def test_a_publisher_that_starts_again_is_forgotten_and_server_info_is_rea
     engine.publish(chain(500, blocks=1))
     rank = await holding(fleet, engine, 1)
     assert rank.restarts == 1
-    await eventually(lambda: engine.asked("/server_info") > looks, "another look")
+    await until(lambda: engine.asked("/server_info") > looks, "another look")
 
 
 async def test_a_restart_seen_in_server_info_voids_every_rank(make_engine: MakeEngine, make_fleet: MakeFleet) -> None:
@@ -108,11 +109,11 @@ async def test_a_restart_seen_in_server_info_voids_every_rank(make_engine: MakeE
         engine.publish(chain(1), rank=rank)
         await holding(fleet, engine, 2, rank)
     engine.info["startup_time"] = {"tokenizer_e2e": 99.0}
-    await eventually(lambda: fleet.describe()[0]["incarnation"] == 2, "the new incarnation")
+    await until(lambda: fleet.describe()[0]["incarnation"] == 2, "the new incarnation")
     assert index.match(chain(1)["block_hashes"]) == {}
-    await eventually(lambda: index.total_blocks == 0, "the memory is given back")
-    await eventually(lambda: engine.subscriptions_ever(1) == 2, "the new socket")
-    await eventually(lambda: engine.subscriptions(1) == 1, "the old one is closed")
+    await until(lambda: index.total_blocks == 0, "the memory is given back")
+    await until(lambda: engine.subscriptions_ever(1) == 2, "the new socket")
+    await until(lambda: engine.subscriptions(1) == 1, "the old one is closed")
     engine.publish(chain(700, blocks=1), rank=1)
     await holding(fleet, engine, 1, 1)
 
@@ -130,7 +131,7 @@ async def test_removing_a_worker_removes_its_blocks_and_only_its(
         await holding(fleet, engine, 2)
     fleet.remove(engines[0].url)
     assert set(index.match(chain(1)["block_hashes"])) == {rank_of(fleet, engines[1]).slot}
-    await eventually(lambda: engines[0].subscriptions() == 0, "the stream is closed")
+    await until(lambda: engines[0].subscriptions() == 0, "the stream is closed")
     engines[0].next_seq[0] = 0
     fleet.add(settings(engines[0].url))
     await engines[0].listened()
@@ -151,10 +152,10 @@ async def test_load_reports_are_heard_where_the_engine_announces_them(
         publisher.bind(f"tcp://{HOST}:{engine.load_base + rank}")
         publishers.append(publisher)
     fleet = make_fleet(workers=(settings(engine.url),))
-    await eventually(lambda: all(p.poll(0) for p in publishers), "subscriptions")
+    await until(lambda: all(p.poll(0) for p in publishers), "subscriptions")
     report = msgspec.msgpack.encode(["LoadStat", 7, 1, 10, 100, 1])
     publishers[1].send_multipart([b"load", bytes(8), report])
-    await eventually(lambda: rank_of(fleet, engine, 1).load_report is not None, "a report")
+    await until(lambda: rank_of(fleet, engine, 1).load_report is not None, "a report")
     loaded, idle = rank_of(fleet, engine, 1).account.report, rank_of(fleet, engine, 0).account.report
     assert loaded is not None
     assert (loaded.running, idle) == (7, None)
@@ -169,10 +170,10 @@ async def test_a_worker_whose_http_is_down_keeps_its_streams_and_its_blocks(
     engine.publish(chain(1))
     rank = await holding(fleet, engine, 2)
     await engine.stop_http()
-    await eventually(lambda: fleet.describe()[0]["state"] == "unhealthy", "unhealthy")
+    await until(lambda: fleet.describe()[0]["state"] == "unhealthy", "unhealthy")
     engine.publish(chain(100))
     assert await holding(fleet, engine, 4) is rank
     assert fleet.routable("tiny") == []
     await engine.start_http()
-    await eventually(lambda: len(fleet.routable("tiny")) == 1, "back")
+    await until(lambda: len(fleet.routable("tiny")) == 1, "back")
     assert (rank_of(fleet, engine), rank.blocks()) == (rank, {"GPU": 4})

@@ -14,6 +14,7 @@ import aiohttp
 
 from tests.observe.deployed import RULES
 from tests.support.engine import free_ports
+from tests.support.waiting import until
 
 PROGRAM = shutil.which("prometheus")
 WINDOW, HOLD = "12s", "2s"
@@ -46,12 +47,14 @@ class Prometheus:
     async def until(self, alert: str, worker: str, fires: bool, timeout_s: float = 60.0) -> float:
         """Seconds until the alert fires for the worker, or no longer does."""
         started = asyncio.get_running_loop().time()
-        while ((alert, worker) in await self.firing()) != fires:
-            waited = asyncio.get_running_loop().time() - started
-            assert waited < timeout_s, (
-                f"{alert} {'does not fire' if fires else 'does not clear'}: {await self.firing()}"
-            )
-            await asyncio.sleep(0.25)
+        firing: set[tuple[str, str]] = set()
+
+        async def changed() -> bool:
+            nonlocal firing
+            firing = await self.firing()
+            return ((alert, worker) in firing) == fires
+
+        await until(changed, lambda: f"{alert} {'fires' if fires else 'clears'}: {firing}", timeout_s, 0.25)
         return asyncio.get_running_loop().time() - started
 
 
@@ -84,12 +87,11 @@ async def prometheus(folder: Path, target: str) -> AsyncIterator[Prometheus]:
 
 
 async def _ready(session: aiohttp.ClientSession, base: str, log: Path) -> None:
-    for _ in range(600):
+    async def answers() -> bool:
         try:
             async with session.get(f"{base}/-/ready") as answer:
-                if answer.status == 200:
-                    return
+                return answer.status == 200
         except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.05)
-    raise AssertionError((await asyncio.to_thread(log.read_text))[-2000:])
+            return False
+
+    await until(answers, lambda: f"Prometheus is ready: {log.read_text()[-2000:]}", 30, 0.05)

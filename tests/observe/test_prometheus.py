@@ -25,6 +25,7 @@ from tests.index.streams import CHAIN, HASHES
 from tests.observe.deployed import panel_queries
 from tests.observe.prometheus import PROGRAM, prometheus
 from tests.support.engine import FakeEngine, free_ports, stored
+from tests.support.waiting import stays, until
 
 __all__ = ["context", "fake_engine", "start_router"]
 pytestmark = [
@@ -83,14 +84,15 @@ async def test_every_query_of_the_dashboard_has_an_answer(start_router: Start, t
     async with prometheus(tmp_path, router.base.removeprefix("http://")) as prom, users(router):
         asked = dict.fromkeys(panel_queries())
         assert len(asked) > 50
-        deadline = asyncio.get_running_loop().time() + 60
         missing = set(asked)
-        while missing and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(1)
+
+        async def all_have_data() -> bool:
             for title, expression in list(missing):
                 if await prom.query(expression) or title in EMPTY_IS_GOOD:
                     missing.discard((title, expression))
-        assert not missing
+            return not missing
+
+        await until(all_have_data, lambda: f"every panel has data, not yet {missing}", 60, 1)
         shown = {title: (await prom.query(expression))[:1] for title, expression in list(asked)[:8]}
         hit_rate = float(shown["Hit rate, as engines report"][0]["value"][1])
         predicted = float(shown["Predicted"][0]["value"][1])
@@ -134,8 +136,11 @@ async def test_the_founding_failure_fires_and_clears_when_it_is_mended(start_rou
         await router.live(url)
         async with users(router):
             cleared_s = await prom.until("KvRouterHitRateZero", url, False)
-            await asyncio.sleep(15)  # longer than the window: it stays so under load
-            assert ("KvRouterHitRateZero", url) not in await prom.firing()
+
+            async def cleared() -> bool:
+                return ("KvRouterHitRateZero", url) not in await prom.firing()
+
+            await stays(cleared, "the alert is cleared, under load", 15)  # longer than the window
     print(f"fired after {fired_s:.0f} s, cleared {cleared_s:.0f} s after the mended engine was live")
     for engine in (healthy, mended):
         await engine.stop()

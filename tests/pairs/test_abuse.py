@@ -21,7 +21,7 @@ from router.proxy.pair import PairResponse
 from router.proxy.prefill_leg import LegTask
 from tests.pairs.conftest import MakeSplit, Split
 from tests.pairs.test_failures import gone
-from tests.support.engine import eventually
+from tests.support.waiting import until
 
 REQUESTS = 1000
 AT_A_TIME = 24
@@ -132,7 +132,7 @@ async def test_a_thousand_clients_that_leave_and_engines_that_die_leave_nothing_
             await abuse.ask(None)
         await gone(made)
         assert made.rooms()["met"] == before + 20
-        await eventually(lambda: not alive(), "no pair and no leg is kept in memory")
+        await until(lambda: not alive(), "no pair and no leg is kept in memory")
         assert await made.running.metric("prefill_legs") == 0
         assert made.running.service.core._requests.running == 0
     finally:

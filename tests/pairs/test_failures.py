@@ -11,7 +11,7 @@ from aiohttp import web
 from router.engine.timing import TimingProfile
 from tests.pairs.conftest import Engine, MakeSplit, Split
 from tests.pairs.test_split_fleet import completion, settled
-from tests.support.engine import eventually
+from tests.support.waiting import until
 
 SLOW_DECODE = TimingProfile(prefill_tokens_per_s=100_000.0, decode_step_s=0.05)
 SLOW_PREFILL = TimingProfile(prefill_tokens_per_s=400.0, decode_step_s=0.001)
@@ -21,11 +21,11 @@ async def gone(made: Split) -> None:
     """No trace is left of any request: load, rooms, legs, connections in use."""
     await settled(made)
     service = made.running.service
-    await eventually(lambda: made.legs == 0, "every prefill leg ended")
-    await eventually(lambda: service.listener.in_flight == 0, "no request in flight")
+    await until(lambda: made.legs == 0, "every prefill leg ended")
+    await until(lambda: service.listener.in_flight == 0, "no request in flight")
     upstream = service._upstream
-    await eventually(lambda: upstream.open_connections == upstream.idle_connections, "no connection in use")
-    await eventually(lambda: all(rank.idle for one in made.engines for rank in one.ranks), "every engine idle")
+    await until(lambda: upstream.open_connections == upstream.idle_connections, "no connection in use")
+    await until(lambda: all(rank.idle for one in made.engines for rank in one.ranks), "every engine idle")
 
 
 async def test_a_transfer_that_fails_is_an_error_of_both_legs_and_the_next_request_is_well(split: MakeSplit) -> None:
@@ -81,7 +81,7 @@ async def test_a_decode_engine_that_dies_while_it_streams_ends_the_stream_and_is
         await made.decode[0].stop()
         with pytest.raises((asyncio.IncompleteReadError, Exception), match=r"."):
             await _to_the_end(answer)
-    await eventually(lambda: not made.inflight(), "nothing in flight")
+    await until(lambda: not made.inflight(), "nothing in flight")
     assert await made.running.metric("pairs_total", outcome="decode_failed") == 1
 
 
@@ -95,11 +95,11 @@ async def _to_the_end(answer: Any) -> None:
 async def test_a_prefill_engine_that_dies_before_the_hand_over_is_told_at_once_and_blamed(split: MakeSplit) -> None:
     made = await split(prefill_options={"timing": SLOW_PREFILL})
     asking = asyncio.create_task(made.post("/v1/completions", completion(count=2000)))
-    await eventually(lambda: made.prefill[0].ranks[0].scheduler.running, "the prefill runs")
+    await until(lambda: made.prefill[0].ranks[0].scheduler.running, "the prefill runs")
     await made.prefill[0].stop()
     status, answer, _ = await asyncio.wait_for(asking, 5)
     assert status in (500, 502), answer
-    await eventually(lambda: not made.inflight(), "nothing in flight")
+    await until(lambda: not made.inflight(), "nothing in flight")
 
 
 async def test_a_request_both_engines_refuse_is_answered_with_the_engines_own_words(split: MakeSplit) -> None:
@@ -113,9 +113,9 @@ async def test_a_request_both_engines_refuse_is_answered_with_the_engines_own_wo
 async def test_the_prefill_leg_outlives_a_client_that_leaves_until_it_ends_by_itself(split: MakeSplit) -> None:
     made = await split(prefill_options={"transfer_fault": "never", "bootstrap_timeout_s": 1.0})
     asking = asyncio.create_task(made.post("/v1/completions", completion(count=400)))
-    await eventually(lambda: made.rooms()["open"] == 1, "the prefill engine waits in its room")
+    await until(lambda: made.rooms()["open"] == 1, "the prefill engine waits in its room")
     asking.cancel()
-    await eventually(lambda: made.running.service.listener.in_flight == 0, "the client is gone")
+    await until(lambda: made.running.service.listener.in_flight == 0, "the client is gone")
     assert made.legs == 1
     assert made.inflight() == [(1, 400)], "the prefill rank still carries it"
     await gone(made)
@@ -126,9 +126,9 @@ async def test_a_prefill_leg_left_alone_is_cut_after_its_time(split: MakeSplit) 
     """Here the decode side is lost and the prefill engine does not notice: it waits for a room nobody will join."""
     made = await split(prefill_options={"transfer_fault": "never"}, disaggregation={"linger_s": 0.4})
     asking = asyncio.create_task(made.post("/v1/completions", completion()))
-    await eventually(lambda: made.rooms()["open"] == 1, "the prefill engine waits in its room")
+    await until(lambda: made.rooms()["open"] == 1, "the prefill engine waits in its room")
     asking.cancel()
-    await eventually(lambda: made.running.service.listener.in_flight == 0, "the client is gone")
+    await until(lambda: made.running.service.listener.in_flight == 0, "the client is gone")
     assert made.legs == 1
     await gone(made)
     assert made.rooms()["failed"] == 1
@@ -144,12 +144,12 @@ async def test_load_is_on_the_prefill_rank_until_the_first_byte_and_on_the_decod
     decoding = workers[made.decode[0].url].ranks[0].account
     body = completion(count=400, stream=True, max_tokens=40)
     asking = asyncio.create_task(made.running.session.post(f"{made.running.base}/v1/completions", json=body))
-    await eventually(lambda: computing.requests, "placed")
+    await until(lambda: computing.requests, "placed")
     assert (computing.queued_uncached_tokens, decoding.queued_uncached_tokens) == (400, 0)
     assert (decoding.requests, decoding.tokens, decoding.decoding) == (1, 400, 1)
     answer = await asking
     await answer.content.readline()
-    await eventually(lambda: computing.requests == 0, "the prefill leg is over")
+    await until(lambda: computing.requests == 0, "the prefill leg is over")
     assert (computing.queued_uncached_tokens, computing.tokens) == (0, 0)
     assert (decoding.requests, decoding.tokens) == (1, 400)
     await answer.read()
@@ -176,7 +176,7 @@ async def test_overload_of_one_half_is_retried_once_and_else_passed_on(split: Ma
         await web.TCPSite(again, "127.0.0.1", int(prefill.url.rsplit(":", 1)[1])).start()
         status, answer, fields = await made.post("/v1/completions", completion())
         assert (status, answer["message"], fields["retry-after"]) == (503, "busy", "7")
-        await eventually(lambda: not made.inflight(), "nothing in flight")
+        await until(lambda: not made.inflight(), "nothing in flight")
         (placed,) = made.running.service.core._requests.recent()
         assert placed.record is not None
         assert placed.record.worker == prefill.url
@@ -211,7 +211,7 @@ async def test_a_request_that_waits_for_a_plain_engine_holds_up_none_that_a_pair
     )
     listener = made.running.service.listener
     copies = [asyncio.create_task(made.post("/v1/completions", completion(seed, count=600, n=2))) for seed in (1, 2)]
-    await eventually(lambda: listener.waiting == 1, "one is served, the other waits")
+    await until(lambda: listener.waiting == 1, "one is served, the other waits")
     status, _, fields = await made.post("/v1/completions", completion(3, count=600))
     assert (status, fields["x-kv-router-worker"]) == (200, made.prefill[0].url)
     assert listener.waiting == 1, "it did not wait for its turn behind the other"

@@ -20,7 +20,7 @@ from router.fleet.worker import Worker
 from router.observe.access import access_line
 from tests.pairs.conftest import Engine, MakeSplit
 from tests.pairs.test_split_fleet import completion, settled
-from tests.support.engine import eventually
+from tests.support.waiting import until
 from tests.ui.chromium import chromium
 from tests.ui.events import events
 
@@ -148,7 +148,7 @@ async def test_the_access_line_names_both_halves(split: MakeSplit) -> None:
     made = await split()
     await made.post("/v1/completions", completion())
     requests = made.running.service.core._requests
-    await eventually(lambda: requests.finished == 1, "recorded")
+    await until(lambda: requests.finished == 1, "recorded")
     (placed,) = requests.recent()
     assert placed.record is not None
     line = access_line(0.0, placed.record, placed)

@@ -21,7 +21,8 @@ from router.proxy.prefill_leg import Refusal
 from router.proxy.upstream import UpstreamClient, UpstreamLimits, UpstreamResponse
 from tests.proxy.fakes import Url
 from tests.support.built import interpreted
-from tests.support.http import HOST, Reply, ScriptedWorker, Seen, until
+from tests.support.http import HOST, Reply, ScriptedWorker, Seen
+from tests.support.waiting import until
 
 BODY = b'{"model":"m","prompt":"hi","stream":true}'
 PREFILLED = b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}'

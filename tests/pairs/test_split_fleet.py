@@ -14,7 +14,7 @@ from router.pair_placement import prompts_in
 from router.prompt.body import parse_body
 from router.proxy.plan import Outcome
 from tests.pairs.conftest import Engine, MakeSplit, Split
-from tests.support.engine import eventually
+from tests.support.waiting import until
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": "tiny", "prompt": list(range(10, 300)), "max_tokens": 6}),
@@ -37,7 +37,7 @@ def completion(seed: int = 1, count: int = 200, **more: Any) -> dict[str, Any]:
 
 async def settled(made: Split) -> None:
     """Every leg has ended and nothing is in flight."""
-    await eventually(lambda: not made.inflight() and not made.rooms()["open"], "nothing in flight, no room open")
+    await until(lambda: not made.inflight() and not made.rooms()["open"], "nothing in flight, no room open")
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])

@@ -21,7 +21,7 @@ from router.processes.front import Front
 from router.processes.page import CommonPage
 from router.processes.process import Answer, ServingProcess, StartFailed
 from router.processes.role import Role, front_socket
-from tests.stream.publisher import until
+from tests.support.waiting import until
 
 # Answers as a serving process does, from its private socket; SIGHUP ends it until its handler is there.
 CHILD = """

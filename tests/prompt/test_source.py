@@ -27,6 +27,7 @@ from router.prompt.store import ModelStore
 from router.prompt.template import ChatTemplate
 from router.prompt.tokenizer import Tokenizer
 from tests.prompt.support import CHAT, COMPLETIONS, FACTS, GENERATE, TINY, body, chat, tiny, user
+from tests.support.waiting import until
 
 Make = Callable[..., PromptSource]
 
@@ -317,11 +318,12 @@ async def test_the_queue_is_bounded_and_drains(make: Make, gate: Gate) -> None:
     prompts = await asyncio.gather(*(source.resolve(LONG, FACTS) for _ in range(MAX_QUEUED + 3)))
     assert [p.reason for p in prompts] == ["deadline"] * MAX_QUEUED + ["busy"] * 3
     gate.open.set()
-    for _ in range(500):
+
+    async def made_here() -> Prompt | None:
         prompt = await source.resolve(LONG, FACTS)
-        if prompt.source == "local":
-            break
-        await asyncio.sleep(0.01)
+        return prompt if prompt.source == "local" else None
+
+    prompt = await until(made_here, "the queue has drained")
     assert prompt.ids == pack_ids([1, 2])
 
 

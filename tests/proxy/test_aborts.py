@@ -9,7 +9,8 @@ import pytest
 from router.proxy.plan import Outcome
 from router.proxy.upstream import UpstreamLimits
 from tests.proxy.fakes import bench, every_way  # noqa: F401
-from tests.support.http import RawClient, Reply, Seen, post, until
+from tests.support.http import RawClient, Reply, Seen, post
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("every_way")
 

@@ -12,7 +12,8 @@ from router.proxy.plan import Fault, Outcome, Usage
 from router.proxy.server import ListenerOptions
 from router.proxy.upstream import UpstreamLimits
 from tests.proxy.fakes import Bench, bench, every_way, unpooled  # noqa: F401
-from tests.support.http import RawClient, Reply, Seen, fetch, ok, post, until
+from tests.support.http import RawClient, Reply, Seen, fetch, ok, post
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("every_way")
 

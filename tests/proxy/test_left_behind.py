@@ -17,7 +17,8 @@ from router.proxy.server import ClientExchange, ListenerOptions
 from router.proxy.upstream import UpstreamLimits
 from tests.proxy.fakes import FakeCore, FakePlacement, bench
 from tests.support.built import interpreted
-from tests.support.http import RawClient, Reply, Seen, fetch, post, until
+from tests.support.http import RawClient, Reply, Seen, fetch, post
+from tests.support.waiting import until
 
 _FINISH = FakePlacement.finish
 

@@ -13,7 +13,8 @@ from router.proxy.plan import NoRoom, Outcome, Placement
 from router.proxy.queue import QueueOptions, WaitQueue
 from router.proxy.server import ListenerOptions
 from tests.proxy.fakes import Bench, bench, every_way, unpooled  # noqa: F401
-from tests.support.http import RawClient, Reply, Seen, fetch, post, until
+from tests.support.http import RawClient, Reply, Seen, fetch, post
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("every_way")
 

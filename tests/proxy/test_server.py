@@ -13,7 +13,8 @@ from router.errors import RouterError
 from router.proxy.plan import UNMATCHED, Outcome
 from router.proxy.server import ListenerOptions
 from tests.proxy.fakes import Bench, bench
-from tests.support.http import Answered, RawClient, Reply, Script, Seen, fetch, get, post, until
+from tests.support.http import Answered, RawClient, Reply, Script, Seen, fetch, get, post
+from tests.support.waiting import until
 
 
 def assert_error(answer: Answered, status: int, code: str) -> None:

@@ -10,7 +10,8 @@ from router.proxy.outbox import Turn
 from router.proxy.request import BodyBudget, Request, RequestParser
 from router.proxy.server import ListenerOptions
 from tests.proxy.fakes import bench
-from tests.support.http import RawClient, Reply, Seen, fetch, get, post, until
+from tests.support.http import RawClient, Reply, Seen, fetch, get, post
+from tests.support.waiting import until
 
 
 async def test_the_body_of_the_last_of_many_pipelined_requests_is_read() -> None:

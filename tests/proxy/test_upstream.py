@@ -10,7 +10,8 @@ from router.proxy.connection import UpstreamConnectError, UpstreamReset, Upstrea
 from router.proxy.upstream import UpstreamClient, UpstreamLimits, UpstreamResponse
 from tests.proxy.fakes import Url
 from tests.support.built import interpreted
-from tests.support.http import HOST, Reply, ScriptedWorker, Seen, ok, until
+from tests.support.http import HOST, Reply, ScriptedWorker, Seen, ok
+from tests.support.waiting import until
 
 
 class Body:

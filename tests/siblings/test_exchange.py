@@ -18,8 +18,9 @@ from router.siblings.frames import Frame, Placed, mac_key, seal
 from router.siblings.placements import packed
 from router.siblings.relay import Relay
 from router.siblings.table import SILENT_S
-from tests.e2e.conftest import Running, Start, eventually
+from tests.e2e.conftest import Running, Start
 from tests.support.engine import FakeEngine, free_ports
+from tests.support.waiting import until
 
 KEY = "a-key-of-the-fleet"
 BODY = {"model": "tiny", "prompt": [1, 2, 3, 4, 5, 6, 7, 8], "max_tokens": 4}
@@ -70,12 +71,10 @@ async def test_a_request_in_flight_is_seen_by_the_other_router_in_milliseconds(
     for _ in range(15):
         ticket = account(one).place(100, 80, time.monotonic(), 120.0)
         placed_s = time.perf_counter()
-        while account(two).queued_uncached_tokens != 80:
-            assert time.perf_counter() - placed_s < 5
-            await asyncio.sleep(0.0005)
+        await until(lambda: account(two).queued_uncached_tokens == 80, "its place in the other's account", 5, 0.0005)
         took_s.append(time.perf_counter() - placed_s)
         ticket.finish()
-        await eventually(lambda: account(two).sibling_requests == 0, "its end")
+        await until(lambda: account(two).sibling_requests == 0, "its end")
     print(
         f"in flight seen by the sibling after {1000 * median(took_s):.1f} ms (median), {1000 * max(took_s):.1f} (most)"
     )
@@ -90,13 +89,13 @@ async def test_a_served_request_counts_in_the_other_router_until_its_last_byte(
     one, two = await pair(start_router, engine)
     await heard(one, two)
     request = asyncio.create_task(one.session.post(f"{one.base}/v1/completions", json=BODY))
-    await eventually(lambda: account(two).sibling_requests == 1, "the request in the other's account")
+    await until(lambda: account(two).sibling_requests == 1, "the request in the other's account")
     (sibling,) = await siblings(two)
     assert (sibling["inflight_requests"], sibling["inflight_tokens"]) == (1, 8)
     decision = await two.route("/v1/completions", **BODY)
     assert decision["candidates"][0]["cost_terms_tokens"]["queue"] >= 8, "it is queue ahead of a new prompt"
     request.cancel()
-    await eventually(lambda: account(two).sibling_requests == 0, "its end")
+    await until(lambda: account(two).sibling_requests == 0, "its end")
     assert account(two).queued_uncached_tokens == 0
 
 
@@ -120,9 +119,7 @@ async def test_a_prompt_placed_by_one_router_is_predicted_by_the_other_in_millis
         plan = await one.service.core.plan("/v1/completions", {}, msgspec.json.encode(body), f"request {number}")
         one.service.core.place(plan, frozenset())
         placed_s = time.perf_counter()
-        while len(two.service._predicted) == before:
-            assert time.perf_counter() - placed_s < 5
-            await asyncio.sleep(0.0005)
+        await until(lambda: len(two.service._predicted) != before, "predicted by the sibling", 5, 0.0005)  # noqa: B023
         took_s.append(time.perf_counter() - placed_s)
         assert predicted_tokens(await two.route("/v1/completions", **body)) == 16, "the last token is computed anyway"
     print(f"predicted by the sibling after {1000 * median(took_s):.1f} ms (median), {1000 * max(took_s):.1f} (most)")
@@ -173,7 +170,7 @@ async def test_placements_count_only_on_trusted_ranks_of_the_scheme_they_were_ke
     hear(2, Placed(here, 0, *scheme, packed([3])))
     assert len(predicted) == 1
     engine.close_publisher()
-    await eventually(lambda: not worker.ranks[0].trusted, "the stream's end")
+    await until(lambda: not worker.ranks[0].trusted, "the stream's end")
     hear(3, Placed(here, 0, *scheme, packed([4])))
     assert len(predicted) == 1
 
@@ -183,10 +180,10 @@ async def test_a_router_that_is_gone_has_nothing_under_way(start_router: Start, 
     one, two = await pair(start_router, engine)
     await heard(one, two)
     account(one).place(100, 80, time.monotonic(), 120.0)
-    await eventually(lambda: account(two).sibling_requests == 1, "the request in the other's account")
+    await until(lambda: account(two).sibling_requests == 1, "the request in the other's account")
     assert one.service._exchange is not None
     await one.service._exchange.close()
-    await eventually(lambda: account(two).sibling_requests == 0, "the silence", SILENT_S + 5)
+    await until(lambda: account(two).sibling_requests == 0, "the silence", SILENT_S + 5)
     assert await two.metric("siblings") == 0
 
 
@@ -212,7 +209,7 @@ async def test_siblings_are_found_by_name_and_ones_own_address_does_no_harm(
     router = await start_router({"url": engine.url}, siblings=named)
     await router.live(engine.url)
     assert router.service._exchange is not None
-    await eventually(lambda: router.service._exchange._peers, "the address")  # type: ignore[union-attr]
+    await until(lambda: router.service._exchange._peers, "the address")  # type: ignore[union-attr]
     account(router).place(100, 80, time.monotonic(), 120.0)
 
     async def told() -> bool:
@@ -236,7 +233,7 @@ async def test_processes_reach_replicas_through_the_relay(
             await router.live(engine.url)
         await heard(one, two)
         account(one).place(100, 80, time.monotonic(), 120.0)
-        await eventually(lambda: account(two).sibling_requests == 1, "the request through the relay")
+        await until(lambda: account(two).sibling_requests == 1, "the request through the relay")
     finally:
         await relay.close()
 
@@ -252,7 +249,7 @@ async def test_requests_of_a_sibling_fill_a_worker(start_router: Start, fake_eng
         await router.live(engine.url)
     await heard(one, two)
     account(one).place(100, 80, time.monotonic(), 120.0)
-    await eventually(lambda: account(two).sibling_requests == 1, "the request in the other's account")
+    await until(lambda: account(two).sibling_requests == 1, "the request in the other's account")
     async with two.session.post(f"{two.base}/v1/completions", json=BODY) as answer:
         assert answer.status == 429
 

@@ -14,10 +14,11 @@ from router.siblings import snapshots
 from router.siblings.frames import Heading
 from router.siblings.snapshots import _check_run
 from router.siblings.taps import Batches, digest
-from tests.e2e.conftest import Running, Start, eventually
+from tests.e2e.conftest import Running, Start
 from tests.index.streams import hashes_of
 from tests.siblings.test_exchange import meeting
 from tests.support.engine import FakeEngine, free_ports, stored
+from tests.support.waiting import until
 
 Fake = Callable[..., Awaitable[FakeEngine]]
 
@@ -95,7 +96,7 @@ async def test_a_cold_router_earns_what_its_sibling_does_and_goes_on_with_the_st
     assert await one.metric("snapshots_total", outcome="told") == 1
     engine.publish({"type": "BlockRemoved", "block_hashes": hashes_of(chain(3))[-1:]})
     await two.until(lambda: has(two, engine, chain(3), 28), "a removal that came afterwards")
-    await eventually(lambda: only_rank(one).last_seq == rank.last_seq == engine.next_seq[0] - 1, "both at the end")
+    await until(lambda: only_rank(one).last_seq == rank.last_seq == engine.next_seq[0] - 1, "both at the end")
     assert rank.blocks() == only_rank(one).blocks()
 
 
@@ -110,7 +111,7 @@ async def test_a_restart_of_the_engine_takes_the_siblings_blocks_back(start_rout
     engine.restarted(0, 0)
     engine.publish({"type": "AllBlocksCleared"})
     await two.until(lambda: has(two, engine, chain(3), 0), "the new process's empty cache")
-    await eventually(lambda: only_rank(two).restored_from is None, "nothing of the old one")
+    await until(lambda: only_rank(two).restored_from is None, "nothing of the old one")
 
 
 @pytest.mark.parametrize("who", ["asks", "tells"])
@@ -165,11 +166,11 @@ async def test_batches_held_back_are_bounded_and_applied_in_order(
     held = Batches(rank, holding=True)
     begun = rank.last_seq
     publish(engine, 20)
-    await eventually(lambda: begun + 1 in held.kept, "the batch to be held")
+    await until(lambda: begun + 1 in held.kept, "the batch to be held")
     assert rank.last_seq == begun
     for number in range(21, 40):
         publish(engine, number)
-    await eventually(lambda: rank.last_seq == engine.next_seq[0] - 1, "all of them applied")
+    await until(lambda: rank.last_seq == engine.next_seq[0] - 1, "all of them applied")
     assert held.void
     assert rank.tap is None
     assert rank.blocks() == {"GPU": 4 + 4 * 25}

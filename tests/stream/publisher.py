@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,16 +12,9 @@ import zmq
 
 from router.contract.descriptor import RankEndpoints
 from router.stream.replay import END_SEQ
+from tests.support.waiting import until
 
 HOST = "127.0.0.1"
-
-
-async def until(true: Callable[[], object], what: str, within_s: float = 10.0) -> None:
-    """Wait for something observable."""
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, f"never happened: {what}"
-        await asyncio.sleep(0.005)
 
 
 @dataclass

@@ -14,8 +14,9 @@ import pytest
 from router.stream.connection import MAX_READS, READ_BYTES, Connection, ConnectionLost, connect
 from router.stream.subscription import Subscription
 from router.stream.zmtp import SubscriberWire, frame
-from tests.stream.publisher import HOST, until
+from tests.stream.publisher import HOST
 from tests.stream.test_zmtp import GREETING, established, ready
+from tests.support.waiting import until
 
 
 class Heard:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.stream.loadstream import LoadStream
-from tests.stream.publisher import HOST, Publisher, Recorder, until
+from tests.stream.publisher import HOST, Publisher, Recorder
+from tests.support.waiting import until
 
 
 async def test_the_newest_report_is_always_delivered(publisher: Callable[..., Publisher]) -> None:

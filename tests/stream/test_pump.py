@@ -13,7 +13,8 @@ import uvloop
 from router.stream.pump import SLICE_S, running_pump
 from router.stream.subscriber import RankStream
 from tests.stream.conftest import Context
-from tests.stream.publisher import Publisher, Recorder, until
+from tests.stream.publisher import Publisher, Recorder
+from tests.support.waiting import until
 
 BURST = 20_000
 APPLY_S = 30e-6

@@ -18,8 +18,9 @@ from router.stream.subscriber import RankStream
 from router.stream.zmtp import frame
 from tests.captures import capture, names
 from tests.stream.conftest import Context, Follow
-from tests.stream.publisher import HOST, Publisher, Recorder, until
+from tests.stream.publisher import HOST, Publisher, Recorder
 from tests.stream.test_zmtp import GREETING, ready
+from tests.support.waiting import until
 
 MakePublisher = Callable[..., Publisher]
 FORMS = ["seq", "topic"]

@@ -7,7 +7,7 @@ import itertools
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,21 +15,12 @@ import msgspec
 import zmq
 from aiohttp import web
 
+from tests.support.waiting import until
+
 HOST = "127.0.0.1"
 END_SEQ = b"\xff" * 8
 PORTS = range(20000, 32000, 16)
 _turns = itertools.count(time.time_ns() // 1000)
-
-
-async def eventually(predicate: Callable[[], Any], what: str, timeout_s: float = 8.0) -> Any:
-    """Polls until `predicate()` is true and returns its value; fails with `what` when it is not in time."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        value = predicate()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what} (last: {value!r})"
-        await asyncio.sleep(0.01)
 
 
 def free_ports(count: int) -> int:
@@ -176,7 +167,7 @@ class FakeEngine:
         publisher.linger = 0
         publisher.setsockopt(zmq.XPUB_VERBOSER, 1)
         endpoint = f"tcp://{HOST}:{self.kv_base + rank}"
-        await eventually(lambda: _bound(publisher, endpoint), f"{endpoint} is free")
+        await until(lambda: _bound(publisher, endpoint), f"{endpoint} is free")
         self._publishers[rank], self._subscriptions[rank] = publisher, bytearray()
         if next_seq is not None:
             self.restarted(rank, next_seq)
@@ -194,7 +185,7 @@ class FakeEngine:
         router.linger = 0
         router.set_hwm(0)
         endpoint = f"tcp://{HOST}:{self.replay_base + rank}"
-        await eventually(lambda: _bound(router, endpoint), f"{endpoint} is free")
+        await until(lambda: _bound(router, endpoint), f"{endpoint} is free")
         self._replaying[rank] = asyncio.create_task(self._serve_replay(router, rank))
 
     async def close_replay(self, rank: int = 0) -> None:
@@ -230,7 +221,7 @@ class FakeEngine:
 
     async def listened(self, rank: int = 0) -> None:
         """Returns once somebody is subscribed to this rank."""
-        await eventually(lambda: self.subscriptions(rank) > 0, f"a subscription to rank {rank}")
+        await until(lambda: self.subscriptions(rank) > 0, f"a subscription to rank {rank}")
 
     def publish(
         self, *events: dict[str, Any], rank: int = 0, says_rank: int | None = None, dropped: bool = False

@@ -9,15 +9,6 @@ from dataclasses import dataclass, field
 HOST = "127.0.0.1"
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
-    """Poll until `condition` holds. Raises AssertionError naming `what` when it does not in time."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while not condition():
-        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.002)
-
-
 @dataclass
 class Seen:
     """A request as it arrived at the scripted worker."""

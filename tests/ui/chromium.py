@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.support.waiting import until
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -49,11 +51,7 @@ class Browser:
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 15.0) -> Any:
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not (value := await self.value(expression)):
-            assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s} s: {expression}"
-            await asyncio.sleep(0.05)
-        return value
+        return await until(lambda: self.value(expression), expression, timeout_s, 0.05)
 
     async def press(self, key: str, code: int = 0) -> None:
         text = {"text": "\r"} if key == "Enter" else {}
@@ -113,12 +111,11 @@ async def chromium(program: str) -> AsyncIterator[Browser]:
 
 
 async def _port(file: Path, process: asyncio.subprocess.Process) -> int:
-    deadline = asyncio.get_running_loop().time() + START_LIMIT_S
-    while not (lines := await asyncio.to_thread(_lines, file)):
+    async def told() -> list[str]:
         assert process.returncode is None, f"chromium exited with {process.returncode}"
-        assert asyncio.get_running_loop().time() < deadline, "chromium did not start"
-        await asyncio.sleep(0.05)
-    return int(lines[0])
+        return await asyncio.to_thread(_lines, file)
+
+    return int((await until(told, "chromium started", START_LIMIT_S, 0.05))[0])
 
 
 def _lines(file: Path) -> list[str]:

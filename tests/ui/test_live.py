@@ -9,7 +9,8 @@ from typing import Any
 from router.observe.viewers import MAX_VIEWERS
 from tests.e2e.conftest import Running, Start
 from tests.index.streams import CHAIN, HASHES
-from tests.support.engine import FakeEngine, eventually, stored
+from tests.support.engine import FakeEngine, stored
+from tests.support.waiting import until
 from tests.ui.events import events
 
 Fake = Callable[..., Awaitable[FakeEngine]]
@@ -145,7 +146,7 @@ async def test_viewers_are_bounded_and_leave_no_trace(start_router: Start, fake_
         assert refused.status == 503
     for answer in answers:
         answer.close()
-    await eventually(lambda: not live._viewers, "no viewer left")
+    await until(lambda: not live._viewers, "no viewer left")
 
 
 async def test_a_router_that_stops_ends_its_pages(start_router: Start, fake_engine: Fake) -> None:
