@@ -115,9 +115,6 @@ class ClientConnection(asyncio.Protocol):
             self.awaits_body = False
             exchange.body_came()
 
-    def eof_received(self) -> None:
-        self.flush()  # the transport closes itself next
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = self._outbox = None
         if self.exchange is not None:

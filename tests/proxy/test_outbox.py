@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.proxy.outbox import HOLD_BYTES, HOLD_S, Outbox, Turn
-from tests.proxy.fakes import bench
 
 
 class Loop:
@@ -143,15 +142,3 @@ def test_every_connection_is_sent_what_was_written_in_its_order(steps: list[Any]
         assert all(outbox.unsent_bytes <= HOLD_BYTES for outbox, _ in pairs)
     loop.end_turn()
     assert [b"".join(transport.sends) for _, transport in pairs] == written
-
-
-async def test_a_client_that_says_no_more_with_its_request_gets_the_routers_own_answer() -> None:
-    """Over TLS the end of what it sends can come in the very turn of the request; then the transport closes itself."""
-    async with bench() as b:
-        connection, transport = b.listener._accept(), Transport()
-        connection.connection_made(transport)
-        connection.data_received(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        connection.eof_received()
-        transport.closing = True
-        assert transport.sends[0].startswith(b"HTTP/1.1 200 OK")
-        connection.connection_lost(None)
